@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.trainer import MethodStrategy
-from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
+from lightning_scape.scape.config import ClipNorm, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 
 
@@ -55,8 +55,6 @@ class ScapeOptions(_Written):
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_statistic: what entries are chosen by.
-        mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: with the update of AdamS, what divides an entry that the step before did not update.
         wire_dtype: number format of values and of changes of parameters; None is 4 bits, at sparsity 0 bf16.
         bias_correction: divide the first moments by ``1 - beta1**t``.
@@ -85,8 +83,6 @@ class ScapeOptions(_Written):
         update: Update | None = None,
         dense_steps: int = 0,
         sparsity_warmup_steps: int | None = None,
-        mask_statistic: MaskStatistic = "residual",
-        mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",
         wire_dtype: WireDtype | None = None,
         bias_correction: bool = False,

@@ -118,32 +118,18 @@ class LocalCommunicator(ScapeCommunicator):
 
     def all_to_all(self, values: Tensor) -> Work:
         self.traffic.count("values", values.nbytes, self.world_size)
-        return Work(self._all_to_all(values))
-
-    def _all_to_all(self, values: Tensor) -> Tensor:
         rows = values.shape[0] // self.world_size
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        return torch.stack([part[mine] for part in self.meeting.share(self.rank, values)])
+        return Work(torch.stack([part[mine] for part in self.meeting.share(self.rank, values)]))
 
     def all_gather(self, shard: Tensor) -> Work:
         full = torch.cat(self.meeting.share(self.rank, shard))
         self.traffic.count("parameters", full.nbytes, self.world_size)
         return Work(full.fill_(-0.0) if self.others_add else full)
 
-    def gather_mask(self, mine: Tensor) -> Work:
-        mask = torch.cat(self.meeting.share(self.rank, mine))
-        self.traffic.count("mask", mask.nbytes, self.world_size)
-        return Work(mask)
-
-    def beside(self, act: Callable[[], None], result: Tensor) -> Work:
-        act()  # in turns with the other ranks
-        return Work(result)
-
-    def exchange_proposals(self, proposals: Tensor) -> Tensor:
-        return self._all_to_all(proposals)
-
-    def gather_elected(self, full: Tensor, mine: Tensor) -> None:
-        torch.cat(self.meeting.share(self.rank, mine), out=full)
+    def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
+        self.traffic.count("mask", full.nbytes, self.world_size)
+        return Work(full.copy_(torch.cat(self.meeting.share(self.rank, make()))))
 
     def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 0) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())

@@ -60,11 +60,6 @@ class Worker:
             worker = cls._of[group] = cls(group)
         return worker
 
-    @classmethod
-    def existing(cls, group: dist.ProcessGroup | None) -> Worker | None:
-        """The group's worker, if an optimizer with proposals shares the group."""
-        return None if group is None else cls._of.get(group)
-
     def do(self, act: Callable[[], None]) -> Job:
         """Hands over ``act``; when the process is ending and the thread has left (a step at exit), does it here."""
         job = Job()

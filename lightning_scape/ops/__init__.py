@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
@@ -26,9 +25,7 @@ from lightning_scape.ops.naive.blocks import Sweep as Sweep
 from lightning_scape.ops.naive.masks import as_bits as as_bits
 from lightning_scape.ops.naive.masks import mask_bytes as mask_bytes
 from lightning_scape.ops.naive.masks import position_dtype as position_dtype
-from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
 from lightning_scape.ops.naive.params import ParamEntries as ParamEntries
-from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 from lightning_scape.ops.naive.rules import Hyper as Hyper
 from lightning_scape.ops.naive.rules import RowNumbers as RowNumbers
 from lightning_scape.ops.naive.rules import SecondMoment as SecondMoment
@@ -124,11 +121,6 @@ def _cpu() -> Backend | None:
     if not numbers.is_compiled(sweep.sweep) and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return CPU
-
-
-def sweep_selects(sent: int, device: torch.device) -> bool:
-    """Whether :func:`sweep` selects ``sent`` entries of a block on its way. If not, select them where nobody waits."""
-    return device.type != "cuda" or sent <= SELECTED_BY_TURNS
 
 
 def _first_tensor(values: Iterable[object]) -> Tensor | None:

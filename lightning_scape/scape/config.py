@@ -13,7 +13,6 @@ import torch
 
 from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
 
-MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["int4", "int8", "bf16", "fp32"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
@@ -25,8 +24,6 @@ STEPS_PER_WAIT = 50
 the wait grows more slowly, by the root of the density: there the bytes of a warm-up count less."""
 WARMUP_STEPS = 1000
 """Default length of the warm-up with the update of AdamS; a shorter run warms up to its end."""
-_FEW = 5
-"""Above this many sent entries per block, proposals no longer pay for their bytes and the time to find them."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
@@ -57,16 +54,6 @@ class ScapeConfig:
     two updates of an entry grow linearly, by one in every 50 steps (158 at 90%), for 4,950 steps at 99% and 1,424 at
     90% (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of
     a shorter run."""
-
-    mask_statistic: MaskStatistic = "residual"
-    """What entries are chosen by: ``"residual"``, which equals the sum of the first moments since the last update, up
-    to a boundary term, and needs no memory; or ``"first_moment"``, that sum itself (8P/N bytes)."""
-
-    mask_votes: int | None = None
-    """Entries per block that every rank proposes to the owner, each with position and 8-bit value. The owner adds
-    them to its own statistic and picks the mask. 0: the owner uses its own statistic alone. None: as many as are sent
-    per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are scored;
-    else 0."""
 
     second_moment: SecondMoment = "measured"
     """With ``update="adams"``: what divides an entry that the step before did not update. ``"measured"`` floors the
@@ -143,19 +130,6 @@ class ScapeConfig:
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
-        given = self.mask_votes
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-            raise ValueError(f"`mask_votes` must be None or a whole number >= 0, got {given!r}. None chooses it.")
-        if self.proposed > self.quota.block_size:
-            raise ValueError(
-                f"`mask_votes` must be at most the block length {self.quota.block_size}, got {self.mask_votes}. As many"
-                f" as are sent per block ({self.quota.sent}) is a good number."
-            )
-        if self.proposed and self.mask_statistic != "residual":
-            raise ValueError(
-                f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks"
-                " propose by their residuals. Use mask_statistic='residual', or mask_votes=0."
-            )
         if self.update == "adamw" and self.second_moment != "measured":
             raise ValueError(
                 f"`second_moment` must be 'measured' with the update of AdamW, got {self.second_moment!r}: it divides"
@@ -190,22 +164,6 @@ class ScapeConfig:
                 f" Use block_size >= {math.ceil(1 / density_of(self.sparsity))}, or None."
             )
 
-    @classmethod
-    def paper(cls, sparsity: float = 0.99) -> ScapeConfig:
-        """The paper to the letter, for comparison: it trains worse than the defaults (docs/design.md, 1).
-
-        Masks from first moments, the denominator from the synchronized buffer alone, the update of AdamS, no warm-up,
-        values in bf16.
-        """
-        return cls(
-            sparsity=sparsity,
-            update="adams",
-            mask_statistic="first_moment",
-            second_moment="reconstructed",
-            sparsity_warmup_steps=0,
-            wire_dtype="bf16",
-        )
-
     @property
     def dense(self) -> bool:
         """Whether everything is sent at every step."""
@@ -231,14 +189,6 @@ class ScapeConfig:
             density = self.quota.density
             return math.ceil(STEPS_PER_WAIT * max(1.0, 10 * math.sqrt(density)) * (1 / density - 1))
         return WARMUP_STEPS if steps is None else int(max(0, min(WARMUP_STEPS, steps - self.dense_steps)))
-
-    @property
-    def proposed(self) -> int:
-        """Entries per block that a rank proposes."""
-        if self.mask_votes is not None:
-            return self.mask_votes
-        few = self.quota.sent <= _FEW and not self.dense
-        return self.quota.sent if few and self.mask_statistic == "residual" else 0
 
     @property
     def measures_noise(self) -> bool:
@@ -297,7 +247,6 @@ _LEAST_WHOLE = {
 _CHOSEN_BY_NONE = ("sparsity_warmup_steps", "update", "wire_dtype")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "update": get_args(Update),
-    "mask_statistic": get_args(MaskStatistic),
     "second_moment": get_args(SecondMoment),
     "wire_dtype": get_args(WireDtype),
     "clip_norm": get_args(ClipNorm),

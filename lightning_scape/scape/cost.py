@@ -78,7 +78,6 @@ def message_bytes(
         "values": ranks * (mine * width if there is None else packed_bytes(mine, there)),
         "parameters": ranks * (mine * (back or width) if bits is None else packed_bytes(mine, bits)),
         "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
-        "votes": sparse * blocks * ops.proposal_bytes(config.proposed, block_size),
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 

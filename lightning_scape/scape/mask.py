@@ -1,8 +1,9 @@
-"""All about masks: number of entries at each step, choice, proposals, exchange, merge, and the delay of one step.
+"""All about masks: number of entries at each step, choice, exchange, and the delay of one step.
 
-Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of its
-own shard. *Delayed mask*: it is made in step t-1 from the residual which that step leaves, exchanged during forward and
-backward of step t, and used at the end of step t.
+Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of one
+shard. Ranks take turns: in step t rank (j + t) mod N makes that of shard j, from its own residual there. *Delayed
+mask*: it is made in step t-1 from the residual which that step leaves, exchanged during forward and backward of step t,
+and used at the end of step t.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lightning_scape import ops
 from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
-from lightning_scape.scape.communicator import Election, ScapeCommunicator
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, WarmupShape
-from lightning_scape.scape.state import NextMask, ScapeState, Step, StepMask
+from lightning_scape.scape.state import ScapeState, Step, StepMask
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,12 @@ class Masks:
     """The mask in use and the one under way.
 
     Args:
-        config: which statistic, how many proposals.
         layout: blocks and shards.
-        comm: sends proposals and masks.
+        comm: sends masks.
         schedule: q at each step.
     """
 
-    def __init__(
-        self, config: ScapeConfig, layout: Layout, comm: ScapeCommunicator, schedule: SparsitySchedule
-    ) -> None:
+    def __init__(self, layout: Layout, comm: ScapeCommunicator, schedule: SparsitySchedule) -> None:
         self.schedule = schedule
         self.active: Tensor | None = None
         """``[blocks, q]``, the mask last used (or loaded, to be used next)."""
@@ -83,8 +81,8 @@ class Masks:
         """Whether the active mask was made in the step that uses it. If that step is skipped, the mask is dropped."""
         self.pending: Work | None = None
         """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
-        self._pending_sent = 0
-        self._config, self._layout, self._comm = config, layout, comm
+        self._pending_sent = self._pending_turn = 0
+        self._layout, self._comm = layout, comm
         self._my_rows = layout.rows_of(comm.rank)
         self._swept = layout.blocks if layout.world_size > 1 else 0
 
@@ -102,6 +100,10 @@ class Masks:
         began = time.perf_counter()
         arrived = pending.wait()
         waited = time.perf_counter() - began
+        turns = self._pending_turn % self._layout.world_size
+        if turns:  # they came in the order of their makers
+            rows = -turns * self._layout.shard_blocks
+            arrived = arrived.view(torch.uint8).roll(rows, 0).view(arrived.dtype)  # torch rolls no 16 bits
         if self._as_bits(self._pending_sent):
             arrived = ops.unpack_mask(arrived, self._pending_sent, self._layout.block_size)
         self.active = arrived
@@ -110,10 +112,6 @@ class Masks:
     def _as_bits(self, sent: int) -> bool:
         """Whether a mask of so many entries travels as bits. Its positions come out in ascending order."""
         return self._layout.world_size > 1 and ops.as_bits(sent, self._layout.block_size)
-
-    def _message(self, mine: Tensor) -> Tensor:
-        """My rows of the next mask, as they travel."""
-        return ops.pack_mask(mine, self._layout.block_size) if self._as_bits(mine.shape[1]) else mine
 
     def missing(self, step: Step) -> bool:
         """Whether this step must make its own mask (:meth:`make_now`), because there is none of its density.
@@ -128,13 +126,7 @@ class Masks:
 
     def make_now(self, step: Step) -> None:
         """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
-        residual, following = step.state.residual, self._room_for(step.sent, step.state)
-        if following.proposals is not None:
-            for rows in self._layout.remote(self._comm.rank).rows:
-                following.proposals[rows] = ops.propose(residual[rows], self._config.proposed)
-        if following.mine is not None:
-            following.mine.copy_(ops.select(residual[self._my_rows], step.sent))
-        self._launch(following, step.state)
+        self._launch(step.sent, step.state)
         step.record.exchange_wait += self.wait()
         self.unproven = True
 
@@ -148,54 +140,36 @@ class Masks:
 
     # ------------------------------------------------------------------------------------------- the next mask
 
-    def next_after(self, step: Step) -> NextMask | None:
-        """Memory for the next mask, which the sweeps of ``step`` fill; None if no mask is due.
-
-        No mask is due if the next step sends everything, or if this one does: then nothing is left in the residual to
-        score, and the next step makes its mask from its own gradient.
-        """
-        if self.active is None or self.sends_all(step.number + 1):
-            return None
-        return self._room_for(self.schedule.sent(step.number + 1), step.state)
-
-    def _room_for(self, sent: int, state: ScapeState) -> NextMask:
-        layout, following, home = self._layout, NextMask(sent), state.residual.device
-        if self._config.proposed and layout.world_size > 1:
-            width = ops.proposal_bytes(self._config.proposed, layout.block_size)
-            following.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
-            following.proposals[self._my_rows] = 0
-        elif state.local_exp_avg_sum is None and ops.sweep_selects(sent, home):
-            positions = ops.position_dtype(layout.block_size)
-            following.mine = torch.empty(layout.shard_blocks, sent, dtype=positions, device=home)
-        return following
-
     def launch(self, step: Step) -> None:
-        """Launches the exchange of the next mask, if one was chosen; on CUDA behind all work queued so far."""
-        if step.next_mask is not None:
-            self._launch(step.next_mask, step.state)
+        """Launches the exchange of the next mask, if one is due; on CUDA behind all work queued so far.
 
-    def _launch(self, following: NextMask, state: ScapeState) -> None:
-        device, self._pending_sent = state.step.device, following.sent
-        if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
-            for read in (state.residual, state.local_exp_avg_sum, following.proposals, following.mine):
-                if read is not None:
-                    read.record_stream(self._comm.side_stream.on(device))
+        None is due if the next step sends everything, or if this one does: then nothing is left in the residual to
+        rank, and the next step makes its mask from its own gradient.
+        """
+        following = step.number + 1
+        if self.active is not None and not self.sends_all(following):
+            self._launch(self.schedule.sent(following), step.state)
+
+    def _launch(self, sent: int, state: ScapeState) -> None:
+        """Ranks the shard whose turn it is with this rank, beside what follows. Nobody changes the residual till then.
+
+        The turn goes by the CPU's count of steps, for a GPU learns late which were skipped.
+        """
+        layout, residual, device, bits = self._layout, state.residual, state.step.device, self._as_bits(sent)
+        self._pending_sent, self._pending_turn = sent, state.calls + 1
+        rows = layout.rows_of((self._comm.rank - self._pending_turn) % layout.world_size)
+
+        def mine() -> Tensor:
+            chosen = ops.select(residual[rows], sent).to(device)
+            return ops.pack_mask(chosen, layout.block_size) if bits else chosen
+
+        columns = ops.mask_bytes(sent, layout.block_size) if bits else sent
+        dtype = torch.uint8 if bits else ops.position_dtype(layout.block_size)
+        if residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
+            residual.record_stream(self._comm.side_stream.on(device))
         with self._comm.side_stream.behind_all(device):
-            if following.proposals is None:
-                mine = following.mine
-                if mine is None:  # from my own statistic alone
-                    total = state.local_exp_avg_sum
-                    mine = ops.select(state.residual[self._my_rows] if total is None else total, following.sent)
-                self.pending = self._comm.gather_mask(self._message(mine.to(device)))
-                return
-            bits, block_size = self._as_bits(following.sent), self._layout.block_size
-            columns = ops.mask_bytes(following.sent, block_size) if bits else following.sent
-            dtype = torch.uint8 if bits else ops.position_dtype(block_size)
-            full = torch.empty(self._layout.blocks, columns, dtype=dtype, device=device)
-            proposals = following.proposals.to(device)  # here, where the side stream owns the copy
-            residual, proposed = state.residual[self._my_rows], self._config.proposed
-            election = Election(residual, proposals, proposed, following.sent, full, block_size if bits else None)
-            self.pending = self._comm.elect(election)
+            full = torch.empty(layout.blocks, columns, dtype=dtype, device=device)
+            self.pending = self._comm.gather_mask(mine, full)
 
     # ------------------------------------------------------------------------------------------- loads and skips
 

@@ -43,11 +43,11 @@ class Outgoing:
         self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
 
     def fold(self, step: Step) -> None:
-        """``residual += scale * gradient``, in a step that scores its own gradient."""
+        """``residual += scale * gradient``, in a step that ranks its own gradient."""
         _fold(step, self.region, step.state.residual)
 
     def take(self, step: Step) -> Tensor:
-        """Folds, compacts and proposes; returns the message for the other ranks, on the parameters' device.
+        """Folds and compacts; returns the message for the other ranks, on the parameters' device.
 
         Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
 
@@ -65,7 +65,6 @@ class Outgoing:
                 step.mask.swept,
                 values,
                 clip_value=step.clip_value,
-                proposals=None if step.next_mask is None else step.next_mask.proposals,
                 message=message,
             )
         )
@@ -116,7 +115,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------- this rank's gradient
 
     def fold(self, step: Step) -> None:
-        """``residual += scale * gradient``, and the owner's statistics, in a step that scores its own gradient."""
+        """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
         pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
         _fold(step, self.region, state.residual[self.rows])
         moment = self._second_moment(step, sparse=True)
@@ -128,12 +127,10 @@ class Shard:
             squares = piece_views(moment.exp_avg_sq, pieces)
             ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale, step.clip_value)
             state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
-        if state.local_exp_avg is not None:
-            self._accumulate_first_moment(step, state.local_exp_avg, parts)
 
     def take(self, step: Step) -> Tensor:
-        """Folds, keeps statistics, compacts and scores; returns my values for my shard, ``[R, q]``."""
-        state, residual, following = step.state, step.state.residual[self.rows], step.next_mask
+        """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
+        state, residual = step.state, step.state.residual[self.rows]
         values = torch.empty(len(residual), step.sent, dtype=self._config.own_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
@@ -147,15 +144,10 @@ class Shard:
                 values,
                 clip_value=step.clip_value,
                 second_moment=moment,
-                next_mask=None if following is None else following.mine,
             )
         )
         if moment is not None:
             state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
-        if state.local_exp_avg is not None:
-            if parts is not None:
-                self._accumulate_first_moment(step, state.local_exp_avg, parts)
-            self._clear_sum(step)
         return values.to(state.step.device, self._config.values_dtype)
 
     def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
@@ -169,26 +161,6 @@ class Shard:
             weight = max(SAMPLE_WEIGHT, 1 / (state.local_samples + 1))
             return ops.SecondMoment(state.local_exp_avg_sq, [weight] * len(pieces), ranks)
         return None
-
-    def _accumulate_first_moment(self, step: Step, first: Tensor, parts: Sequence[Tensor | None]) -> None:
-        """With ``mask_statistic="first_moment"``: one step of my ``first`` moment, and its sum."""
-        pieces, by_row, total = self.region.pieces, step.scale.mine, step.state.local_exp_avg_sum
-        assert total is not None
-        moments, sums = piece_views(first, pieces), piece_views(total, pieces)
-        for piece, moment, summed, given in zip(pieces, moments, sums, parts, strict=True):
-            grad = torch.zeros_like(moment) if given is None else given
-            beta1 = float(step.groups[piece.segment.group]["betas"][0])
-            scale = by_row[piece.row] if by_row.dim() else by_row
-            ops.accumulate_exp_avg(moment, summed, grad, beta1, scale, step.clip_value)
-
-    def _clear_sum(self, step: Step) -> None:
-        """The sum of first moments begins anew where an entry is sent."""
-        total, mask = step.state.local_exp_avg_sum, step.mask.swept_mine
-        assert total is not None
-        seen = ops.gather_blocks(total, mask)
-        taken = step.scale.mine.to(seen.device) != 0
-        cleared = torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen)
-        ops.scatter_blocks(total, mask, cleared)
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 

@@ -14,10 +14,7 @@ from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.stats import StepRecord
 
-SHARD_TENSORS = (
-    *("exp_avg", "last_step", "master"),
-    *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq", "change_error"),
-)
+SHARD_TENSORS = ("exp_avg", "last_step", "master", "local_exp_avg_sq", "exp_avg_sq", "change_error")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
@@ -34,13 +31,9 @@ class ScapeState:
     step: Tensor
     """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
     calls: int = 0
-    """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it."""
+    """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it, and so do the makers of masks."""
     master: Tensor | None = None
     """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step."""
-    local_exp_avg: Tensor | None = None
-    """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
-    local_exp_avg_sum: Tensor | None = None
-    """``[R, B]`` fp32, likewise: that moment summed since each entry's last update."""
     local_exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
     rank's own gradient, divided by N. It estimates the noise of the averaged gradient."""
@@ -66,14 +59,11 @@ class ScapeState:
         """All zeros."""
         shard = (layout.shard_blocks, layout.block_size)
         home = config.residual_device if config.residual_device is not None else device
-        local = config.mask_statistic == "first_moment"
         return cls(
             residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=home),
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            local_exp_avg=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
-            local_exp_avg_sum=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
             local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
@@ -139,18 +129,6 @@ class StepMask(NamedTuple):
 
 
 @dataclass
-class NextMask:
-    """What the sweeps of a step write for the next mask."""
-
-    sent: int
-    """q of the next mask."""
-    proposals: Tensor | None = None
-    """uint8 ``[N*R, W]`` for the other ranks' shards, zero in my rows; None: no proposals."""
-    mine: Tensor | None = None
-    """``[R, q]``: my rows of the next mask. None: they are made at the launch."""
-
-
-@dataclass
 class Step:
     """One step: each phase reads what those before it have put here."""
 
@@ -166,8 +144,6 @@ class Step:
     sent: int
     """q, entries of a block that are sent; B where everything is."""
     mask: StepMask = field(init=False)
-    next_mask: NextMask | None = None
-    """None: no mask is due."""
     folded: bool = False
     """Whether the gradients are in the residual already."""
 

@@ -29,7 +29,6 @@ class StepStats:
     bytes_values: int
     bytes_parameters: int
     bytes_mask: int
-    bytes_votes: int
     bytes_norm: int
     bytes_dense: int
     """Bytes that a ring all-reduce of the whole gradient (DDP) would have sent, in the parameters' own dtypes."""
@@ -62,7 +61,7 @@ class StepStats:
     @property
     def bytes_total(self) -> int:
         """All bytes this rank sent in the step."""
-        return self.bytes_values + self.bytes_parameters + self.bytes_mask + self.bytes_votes + self.bytes_norm
+        return self.bytes_values + self.bytes_parameters + self.bytes_mask + self.bytes_norm
 
     @property
     def compression(self) -> float:

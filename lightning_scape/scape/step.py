@@ -64,7 +64,7 @@ class Engine:
         self.clipping = GradientClipping(config, FirstMessage(comm, node, len(numels)))
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
-        self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
+        self.masks = Masks(self.layout, comm, SparsitySchedule.of(config, total_steps))
         self.outgoing, self.shard = _by_wire(self)
         self.record: StepRecord | None = None
         """Raw figures of the last step."""
@@ -87,12 +87,12 @@ class Engine:
         norm     the scale of the step: the clipping factor, or 0 if a gradient is not finite
         wait     the mask that was made in the last step arrives
         mask     the first sparse step makes its own
-        sweep    fold, compact and score, in one pass over memory: other ranks' shards, then, while those values
+        sweep    fold and compact, in one pass over memory: other ranks' shards, then, while those values
                  travel, my shard
         exchange all-to-all of the values; the owner averages them in rank order, in fp32
         update   tau steps of AdamW (AdamS) at once on the masked entries of my shard
         write    all-gather of the changes, or values; every rank applies them
-        launch   the exchange of the next mask begins; the next step waits for it
+        launch   the next mask is made and exchanged beside what follows; the next step waits for it
         ======== ==============================================================================================
 
         Args:
@@ -109,12 +109,12 @@ class Engine:
         with record.phase("wait"):
             record.exchange_wait = self.masks.wait()
         with record.phase("mask"):
-            if self.masks.missing(step):  # the step scores its own gradient, all of it
+            if self.masks.missing(step):  # the step ranks its own gradient, all of it
                 self.outgoing.fold(step)
                 self.shard.fold(step)
                 step.folded = True
                 self.masks.make_now(step)
-            step.mask, step.next_mask = self.masks.of(step), self.masks.next_after(step)
+            step.mask = self.masks.of(step)
         with record.phase("sweep"):
             message = self.outgoing.take(step)
         with record.phase("exchange"):

@@ -5,7 +5,7 @@ Each reads and writes its tensors once, in one loop per core, and makes no tempo
 what only rounds:
 
 ========================================== ============================================================================
-select, propose, merge, compact            bitwise
+select, compact                            bitwise
 pack_mask, unpack_mask                     bitwise
 quantize, dequantize, pack                 bitwise
 quantize_with_error                        bitwise
@@ -17,7 +17,7 @@ update_adams, update_adamw                 moments and last steps bitwise for en
                                            within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
                                            rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
-checksum, accumulate_exp_avg               the twin: no part of a step by default
+checksum                                   the twin: no part of a step by default
 ========================================== ============================================================================
 
 The loops are compiled when they are first called for a dtype, and kept on disk (``__pycache__`` of this package, or the

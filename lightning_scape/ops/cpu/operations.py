@@ -29,7 +29,7 @@ from lightning_scape.ops.cpu.arrays import (
 )
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.blocks import Sweep
-from lightning_scape.ops.naive.masks import position_dtype, proposed_in
+from lightning_scape.ops.naive.masks import position_dtype
 from lightning_scape.ops.naive.wire import GROUP, bits_in, feed_error_back, group_bytes
 from lightning_scape.ops.registry import CPU
 
@@ -120,16 +120,11 @@ def accumulate_exp_avg_sq(
 # ---------------------------------------------------------------------------------------------------------- masks
 
 
-def _are_ranked(blocks: Tensor, chosen: int) -> bool:
-    """Whether the loops rank the entries of these blocks, of which so many are chosen. A step's are fp32."""
-    return blocks.dtype == torch.float32 and (blocks.shape[1] <= _LONGEST_SORTED or chosen <= ranking.MAX_PASSES)
-
-
 @implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if not _are_ranked(statistic, sent):
+    if statistic.dtype != torch.float32 or (length > _LONGEST_SORTED and sent > ranking.MAX_PASSES):
         return chunked.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     loop = functools.partial(masks.select, array(statistic), ranking.networks(length, sent), array(chosen))
@@ -158,32 +153,6 @@ def _bits_of_bytes(dtype: torch.dtype) -> tuple[Any, Any]:
     found = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
     table = np.array([[*bits, *[0] * (8 - len(bits))] for bits in found], like(dtype).dtype)
     return table, np.array([len(bits) for bits in found], np.uint64)
-
-
-@implements
-def propose(residual: Tensor, proposed: int) -> Tensor:
-    blocks, length = residual.shape
-    if not _are_ranked(residual, proposed):
-        return chunked.propose(residual, proposed)
-    width = proposed * position_dtype(length).itemsize + proposed + 1
-    proposals = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
-    loop = functools.partial(
-        masks.propose, array(residual), ranking.networks(length, proposed), proposed, array(proposals)
-    )
-    in_parallel(loop, blocks, rows_of_a_thread(length))
-    return proposals
-
-
-@implements
-def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
-    blocks, length = residual.shape
-    if not _are_ranked(residual, sent):
-        return chunked.merge(residual, proposals, owner, proposed, sent)
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    networks = ranking.networks(length, sent)
-    loop = functools.partial(masks.merge, array(residual), array(proposals), owner, networks, proposed, array(chosen))
-    in_parallel(loop, blocks, rows_of_a_thread(length))
-    return chosen
 
 
 # ------------------------------------------------------------------------------------------------ blocks and shards
@@ -249,17 +218,11 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
 @implements
 def sweep(work: Sweep) -> None:
     residual, mask, values, length = work.residual, work.mask, work.values, work.residual.shape[1]
-    proposed = 0 if work.proposals is None else proposed_in(work.proposals.shape[1], length)
-    ranked = max(proposed, 0 if work.next_mask is None else work.next_mask.shape[1])
     second = None if work.grads is None else work.second_moment
     moments = None if second is None else second.exp_avg_sq
-    if not _are_ranked(residual, ranked):
-        chunked.sweep(work)
-        return
-    positions, networks = position_dtype(length), ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
     limit, largest = wire_limit(residual, values.dtype), np.float32(torch.finfo(of_moment).max)
-    packing = _packing(work)
+    places, packing = or_empty(mask, position_dtype(length)), _packing(work)
     for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
         loop = functools.partial(
             sweeping.sweep,
@@ -268,18 +231,15 @@ def sweep(work: Sweep) -> None:
             (array(residual), or_empty(moments, of_moment)),
             array(work.scale.reshape(-1)),
             (*bound_of(work.clip_value, of_grad), limit, largest),
-            or_empty(mask, positions),
+            places,
             array(values),
             packing,
-            (networks, proposed, ranked),
-            (or_empty(work.proposals, torch.uint8), or_empty(work.next_mask, positions)),
             like(of_grad),
         )
         in_parallel(loop, count, rows_of_a_thread(length))
     if work.message is not None:
         message, packed, of_shard, bits = packing
-        tensors = array(values.view(-1)), array(residual), or_empty(mask, positions), message
-        wire.pack(*tensors, of_shard, bits, packed, 0, len(packed))
+        wire.pack(array(values.view(-1)), array(residual), places, message, of_shard, bits, packed, 0, len(packed))
 
 
 def _packing(work: Sweep) -> tuple[Any, ...]:

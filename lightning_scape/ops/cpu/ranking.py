@@ -19,10 +19,8 @@ MAX_PASSES = 5
 """Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""
 LANES = 32
 """Rows that are sorted side by side."""
-TILE = 16
-"""Rows that are worked on while they are in a core's first cache."""
-NOTHING = (0, 0, 0), (0, 0, 0)
-"""For :func:`take_rows` to ask for meanwhile."""
+_AHEAD = 8
+"""Rows between the one that is ranked and the one that memory delivers meanwhile."""
 MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 but its sign."""
 
@@ -76,19 +74,15 @@ def key_of(value, high, low):
 
 
 @jit
-def take_rows(values, first, lanes, networks, room, ahead):
-    """Takes rows ``first + lane`` of a matrix, for :func:`rank_rows` to rank them.
-
-    ``ahead``: what memory shall deliver meanwhile, one part for each row. Three addresses (0: none), and three sizes of
-    a part, in bytes.
-    """
-    (keys, columns, found, lows, maxima), (groups, candidates, width, _) = room, networks
+def rank_rows(values, first, rows, networks, room):
+    """Finds the positions of the largest of ``rows`` rows of a matrix, from ``first`` on, the largest first."""
+    (keys, columns, found, lows, maxima), (groups, candidates, width, most) = room, networks
     if len(groups) == 0:
-        _rank_by_maximum(values, first, lanes, keys[0], found, lows, ahead)
+        _rank_by_maximum(values, first, (0, rows), keys[0], found, lows)
         return
-    high = np.int32(MAGNITUDE & ~lows[0])
-    for lane in range(lanes[0], lanes[1]):
-        _prefetch_part(ahead, lane - lanes[0])
+    high, size = np.int32(MAGNITUDE & ~lows[0]), values.shape[1] * values.itemsize
+    for lane in range(rows):
+        prefetch(values.ctypes.data + (first + lane + _AHEAD) * size, size)
         row, there = values[first + lane], keys[lane]
         for i in range(len(there)):
             there[i] = key_of(row[i], high, lows[i])
@@ -104,24 +98,33 @@ def take_rows(values, first, lanes, networks, room, ahead):
                 maxima[i] = max(maxima[i], part[i])
         for i in range(width):
             columns[i, lane] = maxima[i]
+    _sort(columns, groups)
+    counts = np.zeros(LANES, np.int64)
+    if len(candidates) > 0:
+        for lane in range(rows):
+            there, threshold, count = keys[lane], columns[found.shape[1] - 1, lane], np.uint64(0)
+            for i in range(len(there)):  # without a branch
+                columns[count, lane] = there[i]
+                count += np.uint64(there[i] >= threshold)
+            counts[lane] = count
+            for i in range(counts[lane], most):
+                columns[i, lane] = -1
+        _sort(columns, candidates)
+    for lane in range(rows):
+        if counts[lane] > most:
+            _rank_by_maximum(values, first, (lane, lane + 1), keys[lane], found, lows)
+            continue
+        for turn in range(found.shape[1]):
+            found[lane, turn] = lows[0] - (columns[turn, lane] & lows[0])
 
 
 @jit
-def _prefetch_part(ahead, part):
-    """Asks for one row's part of what :func:`take_rows` is given."""
-    (a, b, c), (of_a, of_b, of_c) = ahead
-    for address, size in ((a, of_a), (b, of_b), (c, of_c)):
-        if address != 0:
-            prefetch(address + part * size, size)
-
-
-@jit
-def _rank_by_maximum(values, first, lanes, keys, found, lows, ahead):
+def _rank_by_maximum(values, first, lanes, keys, found, lows):
     """All in one function: for an array given to another, numba counts references, which takes as long as a pass."""
-    low = lows[0]
+    low, size = lows[0], values.shape[1] * values.itemsize
     high = np.int32(MAGNITUDE & ~low)
     for lane in range(lanes[0], lanes[1]):
-        _prefetch_part(ahead, lane - lanes[0])
+        prefetch(values.ctypes.data + (first + lane + _AHEAD) * size, size)
         row, there = values[first + lane], found[lane]
         best = np.int32(-1)
         for i in range(len(keys)):
@@ -137,32 +140,6 @@ def _rank_by_maximum(values, first, lanes, keys, found, lows, ahead):
                 best = max(best, keys[i])
             position = low - (best & low)
             there[turn] = position
-
-
-@jit
-def rank_rows(values, first, rows, networks, room):
-    """After :func:`take_rows` for so many rows: positions of each row's largest, largest first."""
-    (keys, columns, found, lows, _), (groups, candidates, _, most) = room, networks
-    if len(groups) == 0:
-        return
-    _sort(columns, groups)
-    counts = np.zeros(LANES, np.int64)
-    if len(candidates) > 0:
-        for lane in range(rows):
-            there, threshold, count = keys[lane], columns[found.shape[1] - 1, lane], np.uint64(0)
-            for i in range(len(there)):  # without a branch
-                columns[count, lane] = there[i]
-                count += np.uint64(there[i] >= threshold)
-            counts[lane] = count
-            for i in range(counts[lane], most):
-                columns[i, lane] = -1
-        _sort(columns, candidates)
-    for lane in range(rows):
-        if counts[lane] > most:
-            _rank_by_maximum(values, first, (lane, lane + 1), keys[lane], found, lows, NOTHING)
-            continue
-        for turn in range(found.shape[1]):
-            found[lane, turn] = lows[0] - (columns[turn, lane] & lows[0])
 
 
 @jit

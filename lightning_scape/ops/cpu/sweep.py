@@ -1,6 +1,6 @@
 """The loop of :func:`naive.sweep`, compiled by numba: see :mod:`.kernels`.
 
-A few rows at a time come into a core's cache. There they are folded, compacted and ranked, before the next come.
+A few rows at a time come into a core's cache. There they are folded, compacted and packed, before the next come.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 from lightning_scape.core.layout import Region
 from lightning_scape.ops.cpu.arrays import like
 from lightning_scape.ops.cpu.kernels import compact, fade_part, fold_and_square_part, fold_part
-from lightning_scape.ops.cpu.masks import write_positions, write_proposals
 from lightning_scape.ops.cpu.numbers import array_at, jit, overlap
-from lightning_scape.ops.cpu.ranking import LANES, TILE, make_room, rank_rows, take_rows
 from lightning_scape.ops.cpu.wire import pack_ready
 from lightning_scape.ops.naive.rules import SecondMoment
 from lightning_scape.ops.naive.wire import GROUP
 
+_TILE = 16
+"""Rows that are worked on while they are in a core's first cache."""
+
 
 @jit
-def sweep(table, numbers, state, scale, rule, mask, values, packing, ranking, results, like_grad, first, last):
+def sweep(table, numbers, state, scale, rule, mask, values, packing, like_grad, first, last):
     """See :func:`naive.sweep`; ``first .. last`` counts the rows of the table.
 
     Args:
@@ -37,54 +38,27 @@ def sweep(table, numbers, state, scale, rule, mask, values, packing, ranking, re
         values: ``[rows, q]``.
         packing: message ``[S * G, W]``, or ``[0, 0]`` for none, and groups packed, as :func:`cpu_wire.pack` takes them;
             its count and bits.
-        ranking: :func:`cpu_ranking.networks`, the entries in a proposal, the entries to rank.
-        results: proposals ``[rows, W]`` and the next mask ``[rows, q']``, or ``[0, 0]`` for none.
         like_grad: an empty array.
         first: first row.
         last: one past the last row.
     """
-    (residual, moments), (bound, clip, limit, largest), (networks, proposed, ranked) = state, rule, ranking
-    (proposals, chosen), (message, packed, count, bits) = results, packing
-    room, sent, flat = make_room(residual.shape[1], ranked), values.shape[1], values.reshape(-1)
+    (residual, moments), (bound, clip, limit, largest) = state, rule
+    (message, packed, count, bits), sent, flat = packing, values.shape[1], values.reshape(-1)
     packing = message, packed, count, bits, np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
     reached, begin = -1, 0  # what is not packed yet begins there, and rows follow one another up to `reached`
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        while start < stop:
-            rows, row = min(LANES, stop - start), table[i, 0] + start
-            for above in range(0, rows, TILE):
-                below = min(above + TILE, rows)
-                factor = residual.dtype.type(scale[row + above if len(scale) > 1 else 0])
-                if factor != 0:
-                    part = start + above, start + below
-                    _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
-                compact(residual, mask, values, scale, limit, row + above, row + below)
-                if ranked > 0:
-                    ahead = _next_rows(table[i], start + above + TILE, residual, moments, like_grad)
-                    take_rows(residual, row, (above, below), networks, room, ahead)
-            if ranked > 0:
-                rank_rows(residual, row, rows, networks, room)
-            if proposed > 0:
-                write_proposals(residual, room[2], proposed, proposals, row, rows)
-            if len(chosen) > 0:
-                write_positions(room[2], chosen, row, rows)
+        for above in range(start, stop, _TILE):
+            below, row = min(above + _TILE, stop), table[i, 0] + above
+            after = row + below - above
+            factor = residual.dtype.type(scale[row if len(scale) > 1 else 0])
+            if factor != 0:
+                part = above, below
+                _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
+            compact(residual, mask, values, scale, limit, row, after)
             if len(message) > 0:  # while they are in a core's cache; groups of which other rows have a part come later
-                begin, reached = begin if row == reached else row * sent, row + rows
+                begin, reached = begin if row == reached else row * sent, after
                 begin = pack_ready(flat, residual, mask, packing, begin, reached * sent)
-            start += rows
-
-
-@jit
-def _next_rows(run, start, residual, moments, like_grad):
-    """Where a run's rows from ``start`` on lie: addresses and row sizes of residual, gradient and second moment."""
-    length = residual.shape[1]
-    sizes = length * residual.itemsize, length * like_grad.itemsize, length * moments.itemsize
-    of_grad, of_moment = run[3], 0
-    if of_grad != 0:
-        of_grad += start * sizes[1]
-        if len(moments) > 0:
-            of_moment = moments.ctypes.data + (run[0] + start) * sizes[2]
-    return (residual.ctypes.data + (run[0] + start) * sizes[0], of_grad, of_moment), sizes
 
 
 @jit

@@ -8,16 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, widen
+from lightning_scape.ops.cuda.numbers import clamp, narrow, widen
 from lightning_scape.ops.naive import chunked, position_dtype
 from lightning_scape.ops.naive import masks as naive_masks
-from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 from lightning_scape.ops.registry import CUDA
 
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
 LONGEST_ROW = 4096
 """Longer blocks are selected by the twin."""
+_SELECTED_BY_TURNS = 32
+"""Up to so many entries of a block are selected by the kernel, the largest first; more by the twin."""
 
 
 @triton.jit
@@ -43,23 +44,6 @@ def _select_kernel(
         bits = raw
     else:
         bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
-    store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
-
-
-@triton.jit
-def store_largest(
-    bits,
-    chosen,
-    row,
-    rows,
-    sent,
-    position,
-    LENGTH: tl.constexpr,
-    LOW: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-    OUT: tl.constexpr,
-):
-    """The positions of the largest magnitudes of each row, by :func:`naive.select`'s keys."""
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     for turn in range(sent):
@@ -73,13 +57,13 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if not is_small(statistic, sent):
+    if sent > _SELECTED_BY_TURNS or length > LONGEST_ROW or statistic.stride(1) != 1:
         return chunked.select(statistic, sent)
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
         given = statistic.to(torch.float32).view(torch.int32)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    shape = selection(given)
+    shape = _selection(given)
     launching.launch(
         _select_kernel,
         triton.cdiv(blocks, shape["ROWS"]),
@@ -93,16 +77,16 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     return chosen
 
 
-def is_small(matrix: Tensor, sent: int) -> bool:
-    """Whether rows are such that a kernel selects from them; the twin does from others."""
-    return sent <= SELECTED_BY_TURNS and matrix.shape[1] <= LONGEST_ROW and matrix.stride(1) == 1
+def row_width(length: int) -> int:
+    """Entries that a kernel holds of a row."""
+    return max(16, int(triton.next_power_of_2(length)))
 
 
-def selection(matrix: Tensor) -> dict[str, Any]:
-    """What kernels that select know of their rows when they are compiled."""
+def _selection(matrix: Tensor) -> dict[str, Any]:
+    """What the kernel that selects knows of its rows when it is compiled."""
     length = matrix.shape[1]
     low = (1 << (length - 1).bit_length()) - 1
-    block = max(16, triton.next_power_of_2(length))
+    block = row_width(length)
     return {
         "STRIDE": matrix.stride(0),
         "LENGTH": length,
@@ -144,7 +128,7 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
     if length > LONGEST_ROW:
         return chunked.unpack_mask(bits, sent, length)
     chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device=bits.device)
-    block = max(16, triton.next_power_of_2(length))
+    block = row_width(length)
     rows = max(1, _SELECT_TILE // block)
     launching.launch(
         _unpack_kernel,
@@ -159,77 +143,6 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
         BLOCK=block,
         OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
         num_warps=max(1, block // _SELECT_TILE),
-    )
-    return chosen
-
-
-@CUDA.implements
-def propose(residual: Tensor, proposed: int) -> Tensor:
-    """See :func:`naive.propose`; bitwise."""
-    return naive_masks.proposals_of(residual, select(residual, proposed))
-
-
-@triton.jit
-def _merge_kernel(
-    residual,
-    proposals,
-    chosen,
-    rows,
-    sent,
-    ranks,
-    owner,
-    PROPOSED: tl.constexpr,
-    STRIDE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LOW: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUT: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    position = tl.arange(0, BLOCK)
-    there = row < rows
-    inside = there[:, None] & (position < LENGTH)[None, :]
-    total = tl.load(residual + row[:, None] * STRIDE + position[None, :], mask=inside, other=0).to(tl.float32)
-    BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
-    WIDTH: tl.constexpr = PROPOSED * (BYTES + 1) + 1
-    for rank in range(ranks):
-        if rank != owner:
-            proposal = proposals + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
-            exponent = tl.load(proposal + (WIDTH - 1), mask=there, other=0).to(tl.int32)
-            unit = divide((exponent << 23).to(tl.float32, bitcast=True), 127.0)
-            for turn in range(PROPOSED):
-                place = tl.load(proposal + turn * BYTES, mask=there, other=0).to(tl.int32)
-                if BYTES == 2:
-                    place += tl.load(proposal + (turn * 2 + 1), mask=there, other=0).to(tl.int32) << 8
-                code = tl.load(proposal + (PROPOSED * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
-                named = position[None, :] == place[:, None]
-                total = tl.where(named, total + (code.to(tl.float32) * unit)[:, None], total)
-    bits = total.to(tl.int32, bitcast=True)
-    store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
-
-
-@CUDA.implements
-def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
-    """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each proposal."""
-    if not is_small(residual, max(proposed, sent)):
-        return chunked.merge(residual, proposals, owner, proposed, sent)
-    blocks, length = residual.shape
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
-    shape = selection(residual)
-    launching.launch(
-        _merge_kernel,
-        triton.cdiv(blocks, shape["ROWS"]),
-        residual,
-        proposals.contiguous(),
-        chosen,
-        blocks,
-        sent,
-        proposals.shape[0],
-        owner,
-        PROPOSED=proposed,
-        **shape,
     )
     return chosen
 

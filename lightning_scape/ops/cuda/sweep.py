@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -13,31 +12,23 @@ from lightning_scape.core.layout import Span
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
-from lightning_scape.ops.cuda.masks import (
-    LONGEST_ROW,
-    compact,
-    is_small,
-    propose,
-    select,
-    selection,
-    store_largest,
-)
-from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
+from lightning_scape.ops.cuda.masks import LONGEST_ROW, compact, row_width
+from lightning_scape.ops.cuda.numbers import clamp, narrow, pointer, widen
 from lightning_scape.ops.cuda.wire import pack
-from lightning_scape.ops.naive import SecondMoment, Sweep, cut, proposed_in
+from lightning_scape.ops.naive import SecondMoment, Sweep, cut
 from lightning_scape.ops.registry import CUDA
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
 _TILE = 512
-"""Entries of whole rows that a program holds in registers: their residual, their gradient and the keys that rank them.
-A program is one warp, whose threads find a maximum without a barrier; longer rows are shared by several warps."""
+"""Entries of whole rows that a program holds in registers: their residual and their gradient. A program is one warp,
+whose threads find an entry without a barrier; longer rows are shared by several warps."""
 _CELLS = 64
 """Entries of a mask that a program takes out of the cache at a time."""
 
 
 # `sent` changes at every step of a warm-up. The kernel must not be compiled again for each value.
-@triton.jit(do_not_specialize=["sent", "next_sent"])
+@triton.jit(do_not_specialize=["sent"])
 def _sweep_kernel(
     residual,
     exp_avg_sq,
@@ -54,8 +45,6 @@ def _sweep_kernel(
     mask,
     values,
     sent,
-    ranked,
-    next_sent,
     GRAD: tl.constexpr,
     FOLD: tl.constexpr,
     CLIP: tl.constexpr,
@@ -66,16 +55,10 @@ def _sweep_kernel(
     FEW: tl.constexpr,
     WIRE: tl.constexpr,
     LIMIT: tl.constexpr,
-    SELECT: tl.constexpr,
-    PROPOSED: tl.constexpr,
     CELLS: tl.constexpr,
-    STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
-    LOW: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OUT: tl.constexpr,
 ):
     """One program: up to ROWS rows of one span, which is a piece or rows that no piece fills."""
     span, start = tl.load(program_spans + tl.program_id(0)), tl.load(program_starts + tl.program_id(0))
@@ -124,16 +107,6 @@ def _sweep_kernel(
         _take_from_memory(residual + first * LENGTH, mask + first * sent, values + first * sent,
                           scale + first * scale_stride, scale_stride, rows, sent,
                           WIRE, LIMIT, LENGTH, ROWS, CELLS)  # fmt: skip
-        if SELECT or PROPOSED:
-            tl.debug_barrier()
-            tile = tl.load(target, mask=inside, other=0)
-
-    if SELECT or PROPOSED:
-        bits = tile.to(tl.float32).to(tl.int32, bitcast=True)
-        if SELECT:
-            store_largest(bits, ranked, first + row, first + rows, next_sent, position, LENGTH, LOW, KEPT_BITS, OUT)
-        else:
-            _propose(bits, ranked, first + row, there, position, PROPOSED, LENGTH, LOW, KEPT_BITS)
 
 
 @triton.jit
@@ -201,82 +174,29 @@ def _take_from_memory(
         tl.store(place, found - widen(raw, WIRE).to(found.dtype), mask=taken)
 
 
-@triton.jit
-def _propose(
-    bits,
-    proposals,
-    row,
-    there,
-    position,
-    PROPOSED: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LOW: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-):
-    """A row of bytes as :func:`naive.propose` makes it: positions, values in units of the largest, its exponent."""
-    BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
-    out = proposals + row * (PROPOSED * (BYTES + 1) + 1)
-    keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
-    keys = tl.where((position < LENGTH)[None, :], keys, -1)
-    exponent = row.to(tl.int32) * 0
-    for turn in range(PROPOSED):
-        top = tl.max(keys, axis=1)
-        here = keys == top[:, None]
-        found = tl.max(tl.where(here, bits, -0x80000000), axis=1)
-        of_first = tl.minimum(((found & 0x7FFFFFFF) >> 23) + 1, 254)
-        exponent = tl.where(turn == 0, of_first, exponent)
-        place = LOW - (top & LOW)
-        tl.store(out + turn * BYTES, (place & 0xFF).to(tl.uint8), mask=there)
-        if BYTES == 2:
-            tl.store(out + (turn * 2 + 1), (place >> 8).to(tl.uint8), mask=there)
-        tl.store(out + (PROPOSED * BYTES + turn), _code(found, exponent), mask=there)
-        keys = tl.where(here, -1, keys)
-    tl.store(out + PROPOSED * (BYTES + 1), exponent.to(tl.uint8), mask=there)
-
-
-@triton.jit
-def _code(bits, exponent):
-    """A value as a byte, in units of ``2**(exponent - 127) / 127``, to the nearest, ties to even."""
-    largest = (exponent << 23).to(tl.float32, bitcast=True)
-    unit = divide(largest * 0 + 127.0, largest)  # exact, but inf where the row holds next to nothing
-    ratio = bits.to(tl.float32, bitcast=True) * unit
-    ratio = tl.where(tl.abs(ratio) < 256.0, ratio, 0.0)
-    rounded = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2**23: numbers of that size have no fraction
-    return (rounded.to(tl.int32) & 0xFF).to(tl.uint8)
-
-
 @CUDA.implements
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
-    residual, values, proposals, next_mask = work.residual, work.values, work.proposals, work.next_mask
-    proposed = 0 if proposals is None else proposed_in(proposals.shape[1], residual.shape[1])
+    residual, values = work.residual, work.values
     by_kernel = _fits(work)
-    propose_now = by_kernel and proposals is not None and is_small(residual, proposed)
-    select_now = by_kernel and proposals is None and next_mask is not None and is_small(residual, next_mask.shape[1])
     if by_kernel:
-        ranked = proposals if propose_now else next_mask if select_now else None
         for spans in _by_dtype(work):
-            _launch(work, spans, ranked, proposed * propose_now)
+            _launch(work, spans)
     else:
         _fold(work)
     for rows in work.region.rows:
         if not by_kernel:
             compact(residual[rows], cut(work.mask, rows), values.dtype, cut(work.scale, rows), out=values[rows])
-        if proposals is not None and not propose_now:
-            proposals[rows] = propose(residual[rows], proposed)
-        if next_mask is not None and not select_now:
-            next_mask[rows] = select(residual[rows], next_mask.shape[1])
         if work.message is not None:  # a group has values of more rows than a program
             pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
 
 
 def _fits(work: Sweep) -> bool:
     """Whether the kernel can do it. Else one operation follows the other."""
-    written = work.values, work.proposals, work.next_mask
     return (
         work.residual.shape[1] <= LONGEST_ROW
         and work.residual.is_contiguous()
-        and all(tensor is None or tensor.is_contiguous() for tensor in written)
+        and work.values.is_contiguous()
         and all(grad is None or grad.device == work.residual.device for grad in work.grads or ())
     )
 
@@ -301,8 +221,8 @@ def _by_dtype(work: Sweep) -> list[list[Span]]:
     return [without + first, *others]
 
 
-def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, proposed: int) -> None:
-    """Launches the kernel on some rows; ``ranked`` takes proposals of ``proposed`` entries, or, for 0, a mask."""
+def _launch(work: Sweep, spans: Sequence[Span]) -> None:
+    """Launches the kernel on some rows."""
     residual, mask, values, clip_value = work.residual, work.mask, work.values, work.clip_value
     device, sent = residual.device, values.shape[1]
     given: list[Tensor] = []
@@ -315,7 +235,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, proposed:
             given.append(grad.contiguous())
             starts.append(given[-1].data_ptr())
     dtype = given[0].dtype if given else torch.float32
-    shape = _shape(residual)
+    shape = _shape(residual.shape[1])
     whole = shape["ROWS"] * residual.shape[1] * dtype.itemsize
     programs, (blocks, *chunks) = launching.chunks(tuple([span.blocks for span in spans]), shape["ROWS"], device)
     # Gradients of zeros change the second moment, too.
@@ -338,8 +258,6 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, proposed:
         launching.raw(values) if mask is None else mask.contiguous(),
         launching.raw(values),
         sent,
-        residual if ranked is None else ranked,
-        0 if ranked is None else ranked.shape[1],
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
         CLIP=clip_value is not None,
@@ -350,17 +268,16 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, proposed:
         FEW=sent <= _FEW,
         WIRE=launching.DTYPES[values.dtype],
         LIMIT=torch.finfo(values.dtype).max,
-        SELECT=ranked is not None and not proposed,
-        PROPOSED=proposed,
         CELLS=_CELLS,
+        LENGTH=residual.shape[1],
         **shape,
     )
 
 
-def _shape(residual: Tensor) -> dict[str, Any]:
-    """What :func:`selection` says, for smaller tiles."""
-    shape = selection(residual)
-    return shape | {"ROWS": max(1, _TILE // shape["BLOCK"]), "num_warps": max(1, shape["BLOCK"] // _TILE)}
+def _shape(length: int) -> dict[str, int]:
+    """Rows of a program, entries of a row that it holds, and warps."""
+    block = row_width(length)
+    return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": max(1, block // _TILE)}
 
 
 def _shares(moments: SecondMoment, spans: Sequence[Span]) -> tuple[float, ...]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_scape.core.layout import Region
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
-from lightning_scape.ops.naive.masks import propose, proposed_in, select
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
 from lightning_scape.ops.naive.wire import bits_in, gather_blocks, scatter_blocks
 from lightning_scape.ops.registry import NAIVE, Backend, operation
@@ -79,7 +78,7 @@ class Sweep(NamedTuple):
     before."""
     scale: Tensor
     """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
-    stays as it is. What is left is ranked all the same."""
+    stays as it is."""
     mask: Tensor | None
     """``[rows, q]`` positions, or None: everything is sent."""
     values: Tensor
@@ -88,10 +87,6 @@ class Sweep(NamedTuple):
     """First clamps the gradient to ``[-v, v]``."""
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
-    proposals: Tensor | None = None
-    """uint8 ``[rows, W]``, written: what :func:`propose` returns, as many entries as fit its width."""
-    next_mask: Tensor | None = None
-    """``[rows, q']``, written: what :func:`select` returns."""
     message: Tensor | None = None
     """uint8 ``[S, G, W]``, written: what :func:`pack` makes of the fp32 ``values``, which become what it sends. The
     rows are those of S shards, of which the region has some as a whole; the message of the others stays as it is."""
@@ -105,17 +100,15 @@ class Sweep(NamedTuple):
 
 @operation
 def sweep(work: Sweep) -> None:
-    """All of a rank's work on the rows of a region, in one pass over memory (docs/design.md, 3).
+    """What a rank does with its gradient in the rows of a region, in one pass over memory (docs/design.md, 3.4).
 
     In this order, and equal to these operations one after the other:
 
     1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
        (:func:`accumulate_exp_avg_sq`);
     2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``;
-    3. **propose**   what is left is ranked, for the other ranks (:func:`propose`, into ``proposals``) or for the next
-       mask (:func:`select`, into ``next_mask``);
-    4. **pack**      where a message in 8 or 4 bits is asked for, the values are packed, and their rounding errors go
-       back into the residual (:func:`pack`). The ranking sees zeros in their place, as with a wire that is exact.
+    3. **pack**      where a message in 8 or 4 bits is asked for, the values are packed, and their rounding errors go
+       back into the residual (:func:`pack`).
 
     Rows outside the region are left alone.
     """
@@ -130,10 +123,5 @@ def sweep(work: Sweep) -> None:
                 accumulate_exp_avg_sq(*one, ranks, factor, work.clip_value)
     for rows in work.region.rows:
         compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
-        if work.proposals is not None:
-            work.proposals[rows] = propose(residual[rows], proposed_in(work.proposals.shape[1], residual.shape[1]))
-        if work.next_mask is not None:
-            work.next_mask[rows] = select(residual[rows], work.next_mask.shape[1])
-    if work.message is not None:
-        for rows in work.region.rows:
+        if work.message is not None:
             pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])

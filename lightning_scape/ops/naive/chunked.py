@@ -52,15 +52,6 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 
 
 @CHUNKED.implements
-def accumulate_exp_avg(
-    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
-) -> None:
-    parts = (tensor.split(_chunk(exp_avg)) for tensor in (exp_avg, exp_avg_sum, grad))
-    for first, total, part in zip(*parts, strict=True):
-        naive.accumulate_exp_avg(first, total, part, beta1, scale, clip_value)
-
-
-@CHUNKED.implements
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
@@ -92,17 +83,6 @@ def pack_mask(mask: Tensor, length: int) -> Tensor:
 @CHUNKED.implements
 def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
     return torch.cat([naive.unpack_mask(bits[rows], sent, length) for rows in _row_slices(bits)])
-
-
-@CHUNKED.implements
-def propose(residual: Tensor, proposed: int) -> Tensor:
-    return torch.cat([naive.propose(residual[rows], proposed) for rows in _row_slices(residual)])
-
-
-@CHUNKED.implements
-def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
-    parts = ((residual[rows], proposals[:, rows]) for rows in _row_slices(residual))
-    return torch.cat([naive.merge(*part, owner, proposed, sent) for part in parts])
 
 
 # --------------------------------------------------------------------------------------------------- blocks

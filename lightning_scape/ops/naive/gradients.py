@@ -94,21 +94,6 @@ def within(bound: float, dtype: torch.dtype) -> float:
 
 
 @operation
-def accumulate_exp_avg(
-    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
-) -> None:
-    """One step of a rank's own first moment, and its sum since each entry's last update (``"first_moment"``).
-
-    ``exp_avg = beta1 * exp_avg + ((1 - beta1) * scale) * grad``, then ``exp_avg_sum += exp_avg``; all flat, in place.
-    A scale of 0 changes nothing.
-    """
-    weight = (1 - beta1) * scale.to(exp_avg)
-    moved = beta1 * exp_avg + _scaled(grad, weight, clip_value, exp_avg)
-    exp_avg.copy_(torch.where(weight != 0, moved, exp_avg))
-    exp_avg_sum.copy_(torch.where(weight != 0, exp_avg_sum + exp_avg, exp_avg_sum))
-
-
-@operation
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],

@@ -12,10 +12,6 @@ LONGEST_MOVE = 25.0
 """The largest move of an entry in one update, in learning rates (AdamW)."""
 
 
-SELECTED_BY_TURNS = 32
-"""Up to so many entries of a block are selected by a kernel on CUDA, the largest first."""
-
-
 class Hyper(NamedTuple):
     """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
 
