@@ -100,16 +100,9 @@ def record() -> dict[str, Launch]:
 
     with patch.object(cuda_launch, "launch", note), ops.using("cuda"):
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
-            for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
-                steps(
-                    dtypes,
-                    ScapeConfig(
-                        sparsity=sparsity,
-                        mask_statistic=statistic,
-                        bias_correction=sparsity == 0.9,
-                        sparsity_warmup_steps=0,
-                    ),
-                )
+            for sparsity in (0.99, 0.9):
+                corrects = sparsity == 0.9
+                steps(dtypes, ScapeConfig(sparsity=sparsity, bias_correction=corrects, sparsity_warmup_steps=0))
             plain = ScapeConfig(second_moment="reconstructed", dense_steps=1, sparsity_warmup_steps=0)
             steps(dtypes, plain, groups=1)
             steps(dtypes, ScapeConfig(dense_steps=1, sparsity_warmup_steps=0), groups=1)
@@ -135,10 +128,6 @@ def record() -> dict[str, Launch]:
             ops.unpack_mask(torch.zeros(3, -(-length // 8), dtype=torch.uint8), length // 4, length)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
-        for length, proposed in ((200, 2), (256, 32), (1000, 1)):
-            proposals = torch.zeros(4, 3, proposed * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
-            for dtype in (torch.float32, torch.float64):
-                ops.merge(torch.zeros(3, length, dtype=dtype), proposals, 2, proposed, proposed)
         for dtype in (torch.float32, torch.bfloat16):
             for masked in (True, False):
                 sweep(dtype, masked=masked)
@@ -146,8 +135,8 @@ def record() -> dict[str, Launch]:
         for dtype in (torch.float16, torch.float64):
             sweep(dtype, own=True)
         sweep(torch.float64, residual=torch.float64, masked=False, own=True)
-        for length, sent, proposed in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
-            sweep(torch.float32, length=length, sent=sent, proposed=proposed)
+        for length, sent in ((250, 25), (1000, 1), (4096, 3)):
+            sweep(torch.float32, length=length, sent=sent)
         sweep(torch.float32, length=250, sent=25, own=True)
         for bits, count in itertools.product((4, 8), (GROUP, 1000, 4096)):
             ops.dequantize(ops.quantize(torch.zeros(3, count), bits), bits, count)
@@ -167,7 +156,6 @@ def sweep(
     residual: torch.dtype = torch.float32,
     length: int = 200,
     sent: int = 2,
-    proposed: int = 2,
 ) -> None:
     """Of the other ranks' rows, or of this rank's ``own``, for gradients of a dtype."""
     layout = Layout([20 * length + 8], [0], length, 3)
@@ -178,13 +166,10 @@ def sweep(
     mask = torch.zeros(rows, sent, dtype=positions) if masked else None
     values = torch.zeros(rows, sent if masked else length, dtype=torch.bfloat16 if masked else torch.float32)
     if own:
-        moment, chosen = ops.SecondMoment(state[1], [0.1] * len(grads), 3), torch.zeros(rows, sent, dtype=positions)
-        scale = torch.ones(rows)
-        swept = state[0], grads, scale, mask, values, 1.0, moment
-        ops.sweep(ops.Sweep(region, *swept, next_mask=chosen))
+        moment = ops.SecondMoment(state[1], [0.1] * len(grads), 3)
+        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(rows), mask, values, 1.0, moment))
     else:
-        proposals = torch.zeros(rows, ops.proposal_bytes(proposed, length), dtype=torch.uint8) if proposed else None
-        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals))
+        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values))
 
 
 def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:
@@ -198,7 +183,6 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(cuda, "select", lambda statistic, sent: _first(statistic, sent)),
-        patch.object(cuda, "sweep", _sweep_with_positions),
         patch.object(optimizer.engine.clipping, "record_found_inf", lambda scale: optimizer.engine.clipping.forget()),
     ):
         for step in range(3):
@@ -210,17 +194,8 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     cuda.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
 
 
-_sweep = cuda.sweep
-
-
-def _sweep_with_positions(work: ops.Sweep) -> None:
-    """The next mask is used as an index on the host, so it must hold positions."""
-    _sweep(work)
-    if work.next_mask is not None:
-        work.next_mask.copy_(_first(work.next_mask, work.next_mask.shape[1]))
-
-
 def _first(statistic: Tensor, sent: int) -> Tensor:
+    """A mask is used as an index on the host, so it must hold positions."""
     return torch.arange(sent, dtype=torch.uint8).expand(statistic.shape[0], sent).contiguous()
 
 

@@ -16,8 +16,8 @@ from lightning_scape.comm import collectives, pairs
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.scape.communicator import ScapeCommunicator
 
-MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
-"""Norm; values and votes; parameters and mask. Five in all."""
+MESSAGES = {"all_reduce": 1, "all_to_all_into": 1, "all_gather_into": 2}
+"""Norm; values; parameters and mask. Four in all."""
 CALLS = (
     *("all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier", "send", "recv"),
     *("all_to_all", "all_to_all_single", "all_gather", "all_gather_object", "reduce_scatter", "broadcast_object_list"),
@@ -51,7 +51,7 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
             optimizer.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.drain()  # mask and votes are exchanged on a thread of their own
+        optimizer.drain()  # the mask is exchanged on a thread of its own
         found.append(Counter(counted))
     return found
 
@@ -67,15 +67,6 @@ def test_a_step_sends_five_messages_however_many_ranks_layers_and_parameters(
 def test_a_dense_step_needs_no_mask(run_ranks: Any) -> None:
     for rank in run_ranks(_count_messages, 2, 3, 8, 0.0, True):
         assert rank[1:] == [{"all_reduce": 1, "all_to_all_into": 1, "all_gather_into": 1}] * 3
-
-
-def test_a_step_without_votes_sends_four_messages(run_ranks: Any) -> None:
-    for rank in run_ranks(_count_messages, 2, 3, 8, 0.9, True):
-        assert rank[1:] == [{**MESSAGES, "all_to_all_into": 1}] * 3
-
-
-WRITTEN = {"second_moment": "squares", "proposals": "proposals", "next_mask": "next mask"}
-"""What a sweep writes, where it is asked to, beside values."""
 
 
 def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> list[str]:
@@ -94,8 +85,8 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
     plain_sweep = ops.sweep
 
     def sweep(work: ops.Sweep) -> None:
-        asked = [word for name, word in WRITTEN.items() if getattr(work, name) is not None]
-        said.append(", ".join(["sweep" if work.grads is None else "sweep with fold", *asked]))
+        squares = "" if work.second_moment is None else ", squares"
+        said.append(("sweep" if work.grads is None else "sweep with fold") + squares)
         plain_sweep(work)
 
     parameter = nn.Parameter(torch.zeros(4000))
@@ -104,9 +95,9 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
     for step in range(number + 1):
         optimizer.drain()
         if step == number:
-            for name in ("all_to_all", "all_gather", "gather_mask", "elect"):
+            for name in ("all_to_all", "all_gather", "gather_mask"):
                 say(ScapeCommunicator, name)
-            for name in ("fold", "accumulate_exp_avg_sq", "select", "propose", "merge", "update_adamw"):
+            for name in ("fold", "accumulate_exp_avg_sq", "select", "update_adamw"):
                 say(ops, name)
             say(ops, "scatter_params")
             ops.sweep = sweep
@@ -121,21 +112,17 @@ WRITE = ["all_gather", "scatter_params", "wait", "scatter_params"]
 """The owners' updates: a rank applies its own while the others' travel. Then the next mask's exchange begins."""
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "remote", "local", "afterwards"),
-    [
-        (0.9, "sweep with fold", "sweep with fold, squares, next mask", ["gather_mask", "wait"]),
-        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["elect", "merge", "wait"]),
-    ],
-)
-def test_a_step_works_while_its_messages_travel(
-    run_ranks: Any, sparsity: float, remote: str, local: str, afterwards: list[str]
-) -> None:
+AFTERWARDS = ["gather_mask", "select", "wait"]
+"""Beside what follows the step: on a thread of its own."""
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.99])
+def test_a_step_works_while_its_messages_travel(run_ranks: Any, sparsity: float) -> None:
     """It sweeps its own shard while the values of the others' travel, and applies its update while theirs come."""
     for order in run_ranks(_order_of_a_step, 2, sparsity, 2):
-        then = [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
-        assert order[: len(then) + 1] == [*then, afterwards[0]]
-        assert sorted(order[len(then) :]) == afterwards  # the merge is on a thread of its own
+        then = ["sweep with fold", "all_to_all", "sweep with fold, squares", "wait", "update_adamw", *WRITE]
+        assert order[: len(then) + 1] == [*then, "gather_mask"]
+        assert sorted(order[len(then) :]) == AFTERWARDS
 
 
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:

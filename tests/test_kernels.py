@@ -64,9 +64,6 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
     helpers = {
         "position_dtype",
         "to_device",
-        "proposal_bytes",
-        "proposed_in",
-        "proposals_of",
         "group_bytes",
         "bits_in",
         "as_bits",

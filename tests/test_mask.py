@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_scape import ScapeConfig
+from lightning_scape import ScapeConfig, ops
 from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
@@ -31,9 +32,9 @@ class Numbered(ScapeCommunicator):
         self.made = 0
         self.waits = 0
 
-    def gather_mask(self, mine: Tensor) -> Work:
+    def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
         self.made += 1
-        return Work(torch.full_like(mine, self.made), handle=SimpleNamespace(wait=self.wait))
+        return Work(full.fill_(self.made), handle=SimpleNamespace(wait=self.wait))
 
     def wait(self) -> None:
         self.waits += 1
@@ -42,7 +43,7 @@ class Numbered(ScapeCommunicator):
 
 def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
-    masks = Masks(config, layout, comm, SparsitySchedule.of(config))
+    masks = Masks(layout, comm, SparsitySchedule.of(config))
     return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
 
 
@@ -61,10 +62,8 @@ def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, f
 
 
 def send(masks: Masks, state: ScapeState, number: int) -> None:
-    """The second half of a step: it scores for the next mask, and launches its exchange."""
-    step = begun(masks, state, number)
-    step.next_mask = masks.next_after(step)
-    masks.launch(step)
+    """The end of a step: it launches the exchange of the next mask."""
+    masks.launch(begun(masks, state, number))
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
@@ -93,18 +92,6 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
     assert take(masks, state, 1)[1] >= SECONDS
     assert (comm.made, comm.waits) == (2, 2)
     assert masks.pending is None
-
-
-def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
-    comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    first, _ = take(masks, state, 0)
-    assert masks.next_after(begun(masks, state, 0)) is not None
-    assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
-    assert comm.waits == 1
-    assert masks.active is first
-    assert take(masks, state, 1)[0] is first
-    send(masks, state, 1)
-    assert comm.made == 2  # the next one's, and not that one's too
 
 
 def test_a_mask_that_fails_to_come_is_waited_for_once() -> None:
@@ -147,7 +134,7 @@ def test_each_step_of_a_warm_up_has_a_mask_of_its_density() -> None:
 def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0)
     layout = Layout([40], [0], 10, 1)
-    masks = Masks(config, layout, ScapeCommunicator.alone(), SparsitySchedule.of(config))
+    masks = Masks(layout, ScapeCommunicator.alone(), SparsitySchedule.of(config))
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
     step = begun(masks, state, 0)
@@ -156,6 +143,46 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     mask = masks.of(step).everyone
     assert mask is not None
     assert mask.view(-1).tolist() == [3, 0, 9, 5]
+
+
+class Others(ScapeCommunicator):
+    """One of several ranks; the masks of the others are what they would have made of their own residuals."""
+
+    def __init__(self, rank: int, residuals: list[Tensor], layout: Layout) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, len(residuals)
+        self.residuals, self.layout, self.calls, self.made = residuals, layout, 0, 0
+
+    def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
+        """Rank r makes the mask of shard (r - t) mod N."""
+        own, ranks, sent = make(), self.world_size, 2
+        for rank, residual in enumerate(self.residuals):
+            shard = (rank - self.calls - 1) % ranks
+            chosen = ops.select(residual[self.layout.rows_of(shard)], sent)
+            full[self.layout.rows_of(rank)] = own if rank == self.rank else chosen
+        return Work(full)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_take_turns_and_every_shard_has_the_choice_of_its_maker(ranks: int) -> None:
+    """By the count of steps, so on from a checkpoint, and mod N on another number of ranks."""
+    config = ScapeConfig(sparsity=0.9, block_size=20, sparsity_warmup_steps=0)
+    layout = Layout([20 * (2 * ranks - 1)], [0], 20, ranks)  # the last rank's second block holds pads only
+    residuals = [torch.randn(layout.blocks, 20) for _ in range(ranks)]
+    for rank in range(ranks):
+        comm = Others(rank, residuals, layout)
+        masks = Masks(layout, comm, SparsitySchedule.of(config))
+        state = ScapeState.allocate(layout, config, torch.float32, CPU)
+        state.residual.copy_(residuals[rank])
+        masks.restore(torch.zeros(layout.blocks, 2, dtype=torch.uint8))
+        for calls in (0, 1, 2, 7, 1000):
+            comm.calls = calls
+            send(masks, state, calls)
+            masks.wait()
+            for shard in range(ranks):
+                rows, maker = layout.rows_of(shard), (shard + calls + 1) % ranks
+                assert masks.active is not None
+                assert torch.equal(masks.active[rows], ops.select(residuals[maker][rows], 2))
 
 
 def test_a_skipped_step_drops_the_mask_that_it_made_for_itself_and_the_one_after() -> None:

@@ -110,9 +110,11 @@ def train_watching_masks(rank: int, world_size: int) -> dict[str, Any]:
         if expected is not None:
             assert torch.equal(mask, expected), f"step {step} did not use the mask made in step {step - 1}"
         seen.append(mask.clone())
-        # Each owner's choice, from its own residual after this step: the mask of the next.
-        own = ops.select(state.residual[optimizer.engine.shard.rows], quota.sent)
-        expected = torch.cat(gathered(own))
+        # By turns each rank's choice, from its own residual after this step: the mask of the next.
+        chosen = gathered(ops.select(state.residual, quota.sent))
+        layout, turn = optimizer.engine.layout, step + 1
+        shards = [(chosen[(shard + turn) % world_size], layout.rows_of(shard)) for shard in range(world_size)]
+        expected = torch.cat([made[rows] for made, rows in shards])
         inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
         for part, old, parameter in zip(
@@ -148,6 +150,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
             optimizer.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.drain()  # the mask travels on a thread
     for name in (
         "all_reduce",
         "all_to_all_into",
@@ -161,6 +164,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     if clip:
         optimizer.clip_grad_norm(1.0)
     optimizer.step()
+    optimizer.drain()
     stats = optimizer.stats
     assert stats is not None
     layout, quota = optimizer.engine.layout, config.quota
@@ -193,11 +197,32 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     ("sparsity", "wire_dtype", "dtype", "update", "clip"),
     [(0.9, "bf16", torch.float32, "adamw", False), (0.99, "fp32", torch.bfloat16, "adamw", True)],
 )
-def test_a_step_without_votes_sends_four_messages_of_the_stated_sizes(
+def test_a_step_sends_four_messages_of_the_stated_sizes(
     run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, update: str, clip: bool
 ) -> None:
-    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0, sparsity_warmup_steps=0, update=update)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0, update=update)
     run_ranks(count_messages, 2, config, dtype, clip)
+
+
+def late_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    """What a step sends after the warm-up, but for its norm; and its norm."""
+    parameter = nn.Parameter(torch.zeros(400_000))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity_warmup_steps=0, update="adamw"))
+    for _ in range(2):
+        parameter.grad = torch.randn(400_000)
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    optimizer.drain()
+    assert optimizer.stats is not None
+    return optimizer.stats.bytes_total - optimizer.stats.bytes_norm, optimizer.stats.bytes_norm
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_late_step_at_99_sends_a_fiftieth_of_a_byte_for_each_parameter(run_ranks: RunRanks, ranks: int) -> None:
+    """And the norm's sketch of 16 KB, there and back."""
+    for sent, norm in run_ranks(late_bytes, ranks):
+        assert 0.02 * 400_000 < sent * ranks / (ranks - 1) <= 0.021 * 400_000
+        assert norm * ranks / (ranks - 1) <= 2 * 16_500
 
 
 def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:

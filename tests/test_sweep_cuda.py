@@ -24,7 +24,7 @@ pytestmark = [
         torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
         reason="kernels are compiled for the GPU here: set TRITON_INTERPRET=1 to run them on CPU tensors",
     ),
-    # NumPy's: a gradient may be infinite, and a row of zeros is proposed in units of nothing.
+    # NumPy's: a gradient may be infinite.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
@@ -41,8 +41,6 @@ class Case(NamedTuple):
     mask: Tensor | None
     values: Tensor
     exp_avg_sq: Tensor
-    proposals: Tensor
-    next_mask: Tensor
 
     @classmethod
     def draw(
@@ -50,8 +48,6 @@ class Case(NamedTuple):
         own: bool,
         length: int = 20,
         sent: int | None = 2,
-        proposed: int = 2,
-        next_sent: int = 3,
         dtypes: Sequence[torch.dtype | None] = (torch.float32,),
         residual: torch.dtype = torch.float32,
         wire: torch.dtype = torch.bfloat16,
@@ -91,16 +87,12 @@ class Case(NamedTuple):
             mask,
             torch.full((rows, length if sent is None else sent), 9.0, dtype=wire),
             torch.rand(rows, length, generator=generator, dtype=residual),
-            torch.full((rows, naive.proposal_bytes(proposed, length)), 9, dtype=torch.uint8),
-            torch.full((rows, next_sent), 9, dtype=naive.position_dtype(length)),
         )
 
     def copy(self) -> Case:
         return Case(self.region, *(each.clone() if isinstance(each, Tensor) else each for each in self[1:]))
 
-    def sweep(
-        self, module: Any, *, propose: bool = False, select: bool = False, second: bool = False, **options: Any
-    ) -> None:
+    def sweep(self, module: Any, *, second: bool = False, **options: Any) -> None:
         moment = ops.SecondMoment(self.exp_avg_sq, [0.05 + 0.1 * i for i in range(len(self.region.pieces))], 3)
         work = ops.Sweep(
             self.region,
@@ -110,8 +102,6 @@ class Case(NamedTuple):
             self.mask,
             self.values,
             second_moment=moment if second else None,
-            proposals=self.proposals if propose else None,
-            next_mask=self.next_mask if select else None,
             **options,
         )
         module.sweep(work)
@@ -139,25 +129,20 @@ def check(case: Case, launches: int | None = None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("sent", "wire"), [(1, torch.float32), (5, torch.bfloat16), (None, torch.bfloat16)])
-def test_other_ranks_rows_are_folded_compacted_and_proposed_in_one_launch(sent: int | None, wire: torch.dtype) -> None:
-    check(Case.draw(False, sent=sent, wire=wire), 1, propose=True)
+def test_other_ranks_rows_are_folded_and_compacted_in_one_launch(sent: int | None, wire: torch.dtype) -> None:
+    check(Case.draw(False, sent=sent, wire=wire), 1)
 
 
 @pytest.mark.parametrize(("sent", "clip_value"), [(2, None), (7, 0.3), (None, 0.3)])
-def test_own_rows_also_have_their_second_moment_and_are_ranked(sent: int | None, clip_value: float | None) -> None:
-    check(Case.draw(True, sent=sent), 1, second=True, select=True, clip_value=clip_value)
+def test_own_rows_also_have_their_second_moment(sent: int | None, clip_value: float | None) -> None:
+    check(Case.draw(True, sent=sent), 1, second=True, clip_value=clip_value)
 
 
-@pytest.mark.parametrize("sent", [2, 6])
-def test_what_is_left_need_not_be_ranked(sent: int) -> None:
-    check(Case.draw(False, sent=sent), 1)
-
-
-@pytest.mark.parametrize(("length", "sent", "proposed"), [(250, 25, 3), (300, 3, 2), (16, 16, 1)])
-def test_blocks_of_other_lengths(length: int, sent: int, proposed: int) -> None:
+@pytest.mark.parametrize(("length", "sent"), [(250, 25), (300, 3), (16, 16)])
+def test_blocks_of_other_lengths(length: int, sent: int) -> None:
     sizes = (5 * length + 3, 2 * length, 7)
-    check(Case.draw(False, length, sent, proposed, sizes=sizes), 1, propose=True)
-    check(Case.draw(True, length, sent, proposed, sizes=sizes), 1, second=True, select=True)
+    check(Case.draw(False, length, sent, sizes=sizes), 1)
+    check(Case.draw(True, length, sent, sizes=sizes), 1, second=True)
 
 
 @pytest.mark.parametrize(
@@ -169,33 +154,33 @@ def test_blocks_of_other_lengths(length: int, sent: int, proposed: int) -> None:
 )
 def test_gradients_and_residuals_of_other_dtypes(dtype: torch.dtype, residual: torch.dtype) -> None:
     given: dict[str, Any] = {"dtypes": [dtype], "residual": residual}
-    check(Case.draw(True, sent=2, **given), 1, second=True, select=True, clip_value=0.4)
-    check(Case.draw(False, sent=6, wire=torch.float16, **given), 1, propose=True)
+    check(Case.draw(True, sent=2, **given), 1, second=True, clip_value=0.4)
+    check(Case.draw(False, sent=6, wire=torch.float16, **given), 1)
 
 
 def test_gradients_of_several_dtypes_take_a_launch_each_and_rows_without_one_are_swept_once() -> None:
     dtypes = (torch.float32, None, torch.bfloat16)
-    check(Case.draw(False, dtypes=dtypes, sizes=(31, 30, 30, 90, 30, 30, 30)), 2, propose=True)
-    check(Case.draw(True, dtypes=dtypes, sizes=(90, 31, 30, 30, 30, 90)), 2, second=True, select=True)
+    check(Case.draw(False, dtypes=dtypes, sizes=(31, 30, 30, 90, 30, 30, 30)), 2)
+    check(Case.draw(True, dtypes=dtypes, sizes=(90, 31, 30, 30, 30, 90)), 2, second=True)
 
 
 @pytest.mark.parametrize(("own", "sent"), [(False, 2), (True, None)])
-def test_without_any_gradient_rows_are_still_compacted_and_ranked(own: bool, sent: int | None) -> None:
+def test_without_any_gradient_rows_are_still_compacted(own: bool, sent: int | None) -> None:
     none = Case.draw(own, dtypes=[None], sent=sent)
-    check(none, 1, propose=True, second=own)
-    check(none._replace(grads=None), 1, propose=True, second=own)
+    check(none, 1, second=own)
+    check(none._replace(grads=None), 1, second=own)
 
 
 @pytest.mark.parametrize("sent", [2, None])
-def test_scale_zero_only_ranks_though_gradients_are_not_finite(sent: int | None) -> None:
+def test_scale_zero_changes_nothing_though_gradients_are_not_finite(sent: int | None) -> None:
     for case in (Case.draw(True, sent=sent, scale=0.0), Case.draw(True, sent=sent, scale=[0.0, 0.0])):
         assert case.grads is not None
         for grad in case.grads:
             assert grad is not None
             grad[::2] = torch.nan
-        check(case, 1, second=True, select=True)
+        check(case, 1, second=True)
         after = case.copy()
-        after.sweep(cuda, second=True, select=True)
+        after.sweep(cuda, second=True)
         assert_same_bits(after.residual, case.residual)
         assert_same_bits(after.exp_avg_sq, case.exp_avg_sq)
         assert not after.values.any()
@@ -208,31 +193,24 @@ def test_a_scale_by_row_leaves_out_parameters_that_no_rank_has_a_gradient_of(sen
     for place, piece in enumerate(case.region.pieces):
         if piece.segment.index % 2:
             case.grads[place] = None
-    check(case, 1, propose=True, second=True)
+    check(case, 1, second=True)
 
 
-def test_residuals_are_rounded_and_ranked_as_by_the_operations_whatever_they_hold() -> None:
+def test_residuals_are_rounded_as_by_the_operations_whatever_they_hold() -> None:
     case = Case.draw(False, 100, 3, sizes=(2000, 900))
     values = awkward(len(case.residual), 100)
-    values[~values.isfinite()] = 3e37  # a proposal's largest
+    values[~values.isfinite()] = 3e37
     for wire in (torch.float32, torch.bfloat16, torch.float16):
         given = case._replace(residual=values.clone(), values=case.values.to(wire), grads=None)
-        check(given, 1, propose=True)
-        check(given._replace(mask=None, values=torch.zeros(len(values), 100, dtype=wire)), 1, select=True)
+        check(given, 1)
+        check(given._replace(mask=None, values=torch.zeros(len(values), 100, dtype=wire)), 1)
 
 
-@pytest.mark.parametrize("what", ["long blocks", "large quotas", "many votes", "both"])
-def test_what_the_kernel_cannot_do_is_done_one_after_the_other(what: str) -> None:
-    if what == "long blocks":
-        case = Case.draw(True, 5000, 2, sizes=(12_000, 20_000))
-        check(case, second=True, select=True)
-        check(case._replace(grads=None), second=True, propose=True)
-    elif what == "large quotas":
-        check(Case.draw(True, 100, 40, next_sent=40), second=True, select=True)
-    elif what == "many votes":
-        check(Case.draw(False, 100, 2, proposed=33), propose=True)
-    else:
-        check(Case.draw(False), propose=True, select=True)
+def test_what_the_kernel_cannot_do_is_done_one_after_the_other() -> None:
+    """Long blocks."""
+    case = Case.draw(True, 5000, 2, sizes=(12_000, 20_000))
+    check(case, second=True)
+    check(case._replace(grads=None), second=True)
 
 
 def test_rows_beyond_32_bit_offsets_are_found() -> None:
@@ -241,8 +219,8 @@ def test_rows_beyond_32_bit_offsets_are_found() -> None:
     (piece,) = near.everything().pieces
     far = Region((slice(block, block + 2),), (Piece(piece.segment, block, 2, 0, 100),))
     grads: list[Tensor | None] = [torch.randn(100)]
-    shapes = {"residual": (length, 4), "mask": (1, 1), "values": (1, 4), "proposals": (3, 1), "exp_avg_sq": (length, 4)}
-    dtypes = {"mask": "uint8", "proposals": "uint8"}
+    shapes = {"residual": (length, 4), "mask": (1, 1), "values": (1, 4), "exp_avg_sq": (length, 4)}
+    dtypes = {"mask": "uint8"}
     large = {
         name: FarAway((block + 2) * width, size).at(0, (block + 2) * width, dtypes.get(name, "float32")).view(-1, width)
         for name, (width, size) in shapes.items()
@@ -253,10 +231,10 @@ def test_rows_beyond_32_bit_offsets_are_found() -> None:
     for name, tensor in small.items():
         large[name][block:] = tensor
     for module, region, given in ((cuda, far, large), (naive, near.everything(), small)):
-        moment, proposals = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2), given.pop("proposals")
-        rest = {"second_moment": moment, "proposals": proposals, **given}
+        moment = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2)
+        rest = {"second_moment": moment, **given}
         module.sweep(ops.Sweep(region, grads=grads, scale=torch.tensor(0.7), **rest))
-        given |= {"exp_avg_sq": moment.exp_avg_sq, "proposals": proposals}
+        given["exp_avg_sq"] = moment.exp_avg_sq
     for name, tensor in small.items():
         assert_same_bits(large[name][block:], tensor)
         assert not large[name][0].any()
@@ -270,7 +248,7 @@ def test_a_warm_up_of_the_sparsity_compiles_the_kernel_a_few_times() -> None:
 
     with patch.object(cuda_launch, "launch", note):
         for sent in range(1, 40):
-            Case.draw(False, 100, sent).sweep(cuda, propose=True)
-            Case.draw(True, 100, sent, next_sent=max(1, sent - 1)).sweep(cuda, second=True, select=sent <= 32)
-    # Both forms; few and many; ranked or not.
-    assert len(variants) <= 6
+            Case.draw(False, 100, sent).sweep(cuda)
+            Case.draw(True, 100, sent).sweep(cuda, second=True)
+    # Both forms; few and many.
+    assert len(variants) <= 4

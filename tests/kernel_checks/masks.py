@@ -15,7 +15,7 @@ from lightning_scape.ops import naive
 
 
 class MaskChecks(Checks):
-    """Selection, proposals, and the masks they make."""
+    """Selection, and masks on their way."""
 
     @pytest.mark.parametrize(
         ("rows", "length", "sent"),
@@ -53,22 +53,3 @@ class MaskChecks(Checks):
         assert_same_bits(
             self.module.select(wide.to(self.device)[:, :200], 2).cpu(), naive.select(wide[:, :200].contiguous(), 2)
         )
-
-    @pytest.mark.parametrize(("length", "proposed", "sent"), [(200, 2, 2), (250, 25, 40), (1000, 3, 1), (16, 16, 16)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_votes_and_the_elected_equal_their_twins(
-        self, length: int, proposed: int, sent: int, dtype: torch.dtype
-    ) -> None:
-        residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
-        residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a proposal of zeros, and one of denormals
-        proposals = torch.stack([naive.propose(residual, proposed) for residual in residuals])
-        for residual, proposal in zip(residuals, proposals, strict=True):
-            assert torch.equal(self.module.propose(residual.to(self.device), proposed).cpu(), proposal)
-        for own, residual in enumerate(residuals):
-            chosen = self.module.merge(residual.to(self.device), proposals.to(self.device), own, proposed, sent)
-            assert torch.equal(chosen.cpu(), naive.merge(residual, proposals, own, proposed, sent))
-
-    def test_the_elected_of_an_empty_shard_are_none(self) -> None:
-        empty = torch.zeros(0, 200, device=self.device)
-        proposals = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
-        assert self.module.merge(empty, proposals, 0, 2, 2).shape == (0, 2)

@@ -45,8 +45,6 @@ class SweepJob(NamedTuple):
     values: Tensor
     second: Tensor | None
     weights: list[float]
-    proposals: Tensor | None
-    next_mask: Tensor | None
     clip_value: float | None = None
     message: Tensor | None = None
 
@@ -55,8 +53,6 @@ class SweepJob(NamedTuple):
         cls,
         rank: int | None,
         sent: int | None,
-        proposed: int | None,
-        elected: int | None,
         *,
         sizes: Sequence[int] = (3000, 77, 4096, 5, 40, 1300),
         length: int = 200,
@@ -78,8 +74,6 @@ class SweepJob(NamedTuple):
         mask = None if sent is None else naive.select(residual * torch.randn(rows, length, generator=generator), sent)
         shards, columns = 1 if rank == 1 else 3, length if sent is None else sent
         packed = None if bits is None else (shards, -(-rows // shards * columns // GROUP), naive.group_bytes(bits))
-        proposals_width = naive.proposal_bytes(proposed or 0, length)
-        positions = naive.position_dtype(length)
         return cls(
             region,
             residual,
@@ -89,8 +83,6 @@ class SweepJob(NamedTuple):
             torch.full((rows, columns), 7.0, dtype=wire),
             torch.rand(rows, length, generator=generator, dtype=state),
             [0.1, 1e-3, 0.5, 0.05, 1.0, 0.2, 0.3, 0.4][: len(grads)],
-            None if proposed is None else torch.full((rows, proposals_width), 7, dtype=torch.uint8),
-            None if elected is None else torch.full((rows, elected), 7, dtype=positions),
             message=None if packed is None else torch.full(packed, 7, dtype=torch.uint8),
         )
 
@@ -115,8 +107,6 @@ class SweepJob(NamedTuple):
             own.values,
             clip_value=own.clip_value,
             second_moment=second,
-            proposals=own.proposals,
-            next_mask=own.next_mask,
             message=own.message,
         )
         module.sweep(work)
@@ -136,11 +126,6 @@ class SweepJob(NamedTuple):
             one, scale = slice(row, row + 1), own.scale[row] if own.scale.dim() else own.scale
             part = None if own.mask is None else own.mask[one]
             own.values[one] = naive.compact(own.residual[one], part, own.values.dtype, scale)
-            if own.proposals is not None:
-                proposed = (own.proposals.shape[1] - 1) // (2 if length <= 256 else 3)
-                own.proposals[one] = naive.propose(own.residual[one], proposed)
-            if own.next_mask is not None:
-                own.next_mask[one] = naive.select(own.residual[one], own.next_mask.shape[1])
         for rows in own.region.rows if own.message is not None else ():
             for shard in range(rows.start // own.rows_of_shard, rows.stop // own.rows_of_shard):
                 own.pack_shard(shard)
@@ -162,18 +147,16 @@ class SweepJob(NamedTuple):
         part.copy_(naive.dequantize(self.message[shard : shard + 1], bits, part.numel()))
 
 
-SWEEPS = ((None, 2, 2, None), (0, 25, None, 25), (1, None, 3, 40), (2, 1, None, None))
-"""Rank, entries sent per block, those proposed, and entries of the next mask."""
+SWEEPS = ((None, 2), (0, 25), (1, None), (2, 1))
+"""Rank, and entries sent per block."""
 
 
 class SweepChecks(Checks):
     """Of one pass over memory."""
 
-    @pytest.mark.parametrize(("rank", "sent", "proposed", "elected"), SWEEPS)
-    def test_sweep_equals_its_parts(
-        self, rank: int | None, sent: int | None, proposed: int | None, elected: int | None
-    ) -> None:
-        job = SweepJob.draw(rank, sent, proposed, elected)
+    @pytest.mark.parametrize(("rank", "sent"), SWEEPS)
+    def test_sweep_equals_its_parts(self, rank: int | None, sent: int | None) -> None:
+        job = SweepJob.draw(rank, sent)
         self.compare_sweep(job)
         self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
         self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
@@ -182,14 +165,14 @@ class SweepChecks(Checks):
     def test_sweep_of_any_dtypes_equals_its_parts(
         self, dtype: torch.dtype, residual_dtype: torch.dtype, wire: torch.dtype
     ) -> None:
-        job = SweepJob.draw(None, 3, 2, None, dtype=dtype, state=residual_dtype, wire=wire)
+        job = SweepJob.draw(None, 3, dtype=dtype, state=residual_dtype, wire=wire)
         self.compare_sweep(job._replace(scale=torch.tensor(0.7), clip_value=0.6))
 
     @pytest.mark.parametrize(("sent", "bits"), [(2, 4), (25, 8)])
     def test_sweep_packs_what_it_takes_and_gives_back_what_rounding_leaves(self, sent: int | None, bits: int) -> None:
         """Groups of 64 values cross rows, pieces, and runs of one dtype; no two shards share one."""
-        for rank, proposed, elected in ((0, 2, None), (None, None, 3)):
-            job = SweepJob.draw(rank, sent, proposed, elected, wire=torch.float32, bits=bits)
+        for rank in (0, None):
+            job = SweepJob.draw(rank, sent, wire=torch.float32, bits=bits)
             assert job.grads is not None
             mixed = [grad if grad is None else grad.to(FLOATS[i // 2 % 2]) for i, grad in enumerate(job.grads)]
             after = self.compare_sweep(job._replace(grads=mixed))
@@ -202,21 +185,19 @@ class SweepChecks(Checks):
                 assert torch.equal(read[rows].double() + left.double(), exact.values[rows].double())
                 assert_same_bits(after.values[rows], read[rows])
                 assert not naive.gather_blocks(exact.residual[rows], naive.cut(job.mask, rows)).any()
-                if job.proposals is not None and after.proposals is not None and exact.proposals is not None:
-                    assert_same_bits(after.proposals[rows], exact.proposals[rows])
             self.compare_sweep(job._replace(scale=torch.tensor(0.0)))
             self.compare_sweep(job._replace(grads=None))
 
     def test_sweep_takes_gradients_of_several_dtypes(self) -> None:
-        job = SweepJob.draw(0, 2, 2, None)
+        job = SweepJob.draw(0, 2)
         assert job.grads is not None
         assert sum(grad is not None for grad in job.grads) > 2
         mixed = [grad if grad is None else grad.to(FLOATS[i % len(FLOATS)]) for i, grad in enumerate(job.grads)]
         self.compare_sweep(job._replace(grads=mixed))
 
     @pytest.mark.parametrize("rank", [None, 1])
-    def test_sweep_of_a_skipped_step_only_ranks(self, rank: int | None) -> None:
-        job = SweepJob.draw(rank, 2, 2, 7)
+    def test_sweep_of_a_skipped_step_changes_nothing(self, rank: int | None) -> None:
+        job = SweepJob.draw(rank, 2)
         assert job.grads is not None
         bad = [grad if grad is None else torch.full_like(grad, float("nan")) for grad in job.grads]
         skipped = job._replace(grads=bad, scale=torch.tensor(0.0))
@@ -229,7 +210,7 @@ class SweepChecks(Checks):
             assert not after.values[rows].any()
 
     def test_sweep_by_rows_leaves_alone_the_pieces_whose_scale_is_zero(self) -> None:
-        job = SweepJob.draw(None, 2, 2, 5)
+        job = SweepJob.draw(None, 2)
         scale = torch.ones(len(job.residual))
         for number, piece in enumerate(job.region.pieces):
             scale[piece.row : piece.row + piece.blocks] = (0.0, 0.5, 1.0)[number % 3]
@@ -240,15 +221,15 @@ class SweepChecks(Checks):
         assert_same_bits(after.residual[still], job.residual[still])
         assert not torch.equal(after.residual[~still], job.residual[~still])
 
-    def test_sweep_without_gradients_compacts_and_ranks(self) -> None:
-        job = SweepJob.draw(2, 2, 3, None)._replace(grads=None)
+    def test_sweep_without_gradients_compacts(self) -> None:
+        job = SweepJob.draw(2, 2)._replace(grads=None)
         after = self.compare_sweep(job)
         assert after.second is not None
         assert job.second is not None
         assert_same_bits(after.second, job.second)
 
     def test_sweep_of_zeros_denormals_and_huge_numbers_equals_its_parts(self) -> None:
-        job = SweepJob.draw(None, 3, 3, 3)
+        job = SweepJob.draw(None, 3)
         odd = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 65520.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0])
         residual = odd[torch.randint(0, 10, job.residual.shape)]
         for blocks in SweepJob.pads(job.region, residual):
@@ -258,14 +239,14 @@ class SweepChecks(Checks):
         self.compare_sweep(job._replace(residual=residual, grads=grads))
 
     def test_sweep_of_an_empty_region_does_nothing(self) -> None:
-        job = SweepJob.draw(None, 2, 2, 2)._replace(region=Region((), ()), grads=[], weights=[])
+        job = SweepJob.draw(None, 2)._replace(region=Region((), ()), grads=[], weights=[])
         after = self.compare_sweep(job)
         assert_same_bits(after.residual, job.residual)
 
     def compare_sweep(self, job: SweepJob) -> SweepJob:
         """By the implementation, the twin, and its parts: bitwise, but for second moments where they round."""
         ours, theirs, parts = job.swept(self.module, self.device), job.swept(naive, "cpu"), job.by_parts()
-        for name in ("residual", "values", "proposals", "next_mask", "second", "message"):
+        for name in ("residual", "values", "second", "message"):
             mine, twin, part = (getattr(each, name) for each in (ours, theirs, parts))
             assert (mine is None) == (twin is None) == (part is None)
             if mine is not None:
