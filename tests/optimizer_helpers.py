@@ -62,8 +62,6 @@ def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
         "exp_avg",
         "last_step",
         "step",
-        "local_exp_avg_sum",
-        "local_exp_avg",
         "exp_avg_sq",
         "local_exp_avg_sq",
         "missed",

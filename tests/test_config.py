@@ -60,7 +60,6 @@ def test_given_block_size_is_used() -> None:
         ({"sparsity": 0.0, "sparsity_warmup_steps": 3}, "`sparsity_warmup_steps` must be 0 when sparsity is 0, got 3"),
         ({"max_skipped": 0}, "`max_skipped` must be a whole number >= 1, got 0"),
         ({"check_replicas_every": -1}, "`check_replicas_every` must be a whole number >= 0, got -1"),
-        ({"mask_statistic": "gradient"}, "`mask_statistic` must be one of 'residual', 'first_moment', got 'gradient'"),
         ({"wire_dtype": "int2"}, "`wire_dtype` must be one of 'int4', 'int8', 'bf16', 'fp32', got 'int2'"),
         ({"clip_norm": "global"}, "`clip_norm` must be one of 'sketch', 'local', got 'global'"),
         ({"bias_correction": 1}, "`bias_correction` must be True or False, got 1"),
@@ -90,15 +89,3 @@ def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
     plain = config.as_dict()
     assert all(value is None or isinstance(value, (int, float, str)) for value in plain.values())
     assert ScapeConfig(**plain) == config
-
-
-def test_the_letter_of_the_paper_is_one_choice() -> None:
-    config = ScapeConfig.paper(0.9)
-    assert (config.sparsity, config.update, config.warmup_steps, config.proposed) == (0.9, "adams", 0, 0)
-    assert (config.mask_statistic, config.second_moment, config.bias_correction) == (
-        "first_moment",
-        "reconstructed",
-        False,
-    )
-    assert not config.measures_noise
-    assert ScapeConfig.paper().sparsity == ScapeConfig().sparsity

@@ -96,7 +96,7 @@ def test_replicas_are_bitwise_equal_after_every_step(
     [
         (torch.bfloat16, {}),
         (torch.float16, {"wire_dtype": "fp32", "update": "adamw"}),
-        (torch.bfloat16, {"mask_votes": 2, "update": "adamw"}),
+        (torch.bfloat16, {"update": "adamw"}),
         (torch.float32, {"sparsity_warmup_steps": 4, "clip_norm": "local", "update": "adamw"}),
     ],
 )

@@ -42,7 +42,7 @@ from lightning_scape.scape.stats import PHASES, StepRecord
 
 SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (1800, 2048)}
 """Millions of parameters, and the width of the layers they are cut into."""
-MERGES = ("_merge_kernel", "_elect_kernel")
+RANKS = ("_select_kernel",)
 """What runs on the side stream alone, by which the profiler's events tell it."""
 
 
@@ -164,7 +164,7 @@ class Alone(ScapeCommunicator):
         super().__init__()
         self.world_size = ranks
         self.others: torch.Tensor | None = None
-        """A mask of all blocks, of which the other ranks' part is used."""
+        """A mask of all blocks that may stand in for any other rank's, of which the other ranks' part is used."""
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.mul_(self.world_size)  # as if all ranks had sent the same
@@ -175,24 +175,12 @@ class Alone(ScapeCommunicator):
     def all_gather(self, shard: torch.Tensor) -> Work:
         return Work(shard.repeat(self.world_size, 1))
 
-    def gather_mask(self, mine: torch.Tensor) -> Work:
-        full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
-        self.gather_elected(full, mine)
-        return Work(full, stream=self.side_stream.on(mine.device) if mine.is_cuda else None)
-
-    def beside(self, act: Callable[[], None], result: torch.Tensor) -> Work:
-        act()
-        return Work(result, stream=self.side_stream.on(result.device) if result.is_cuda else None)
-
-    def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
-        received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
-        received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
-        return received
-
-    def gather_elected(self, full: torch.Tensor, mine: torch.Tensor) -> None:
+    def gather_mask(self, make: Callable[[], torch.Tensor], full: torch.Tensor) -> Work:
         assert self.others is not None
+        mine = make()
         full.copy_(self.others)
         full[: mine.shape[0]] = mine
+        return Work(full, stream=self.side_stream.on(full.device) if full.is_cuda else None)
 
     def all_gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
@@ -212,7 +200,8 @@ def some_mask(layout: Layout, quota: Quota, device: torch.device) -> torch.Tenso
     starts = torch.arange(quota.sent, device=device) * part
     mask = torch.randint(0, part, (layout.blocks, quota.sent), device=device).add_(starts)
     for segment in layout.segments:  # the last block of a parameter holds pads behind its entries
-        mask[segment.stop_block - 1] = torch.arange(quota.sent, device=device)
+        at = (segment.stop_block - 1) % layout.shard_blocks  # of any shard, for ranks take turns
+        mask.view(layout.world_size, layout.shard_blocks, -1)[:, at] = torch.arange(quota.sent, device=device)
     return mask.to(torch.uint8)
 
 
@@ -353,7 +342,7 @@ def overlap(args: argparse.Namespace) -> dict[str, Any] | None:
         if event.device_type() == torch.autograd.DeviceType.CUDA
     ]
     busy = by_stream(events)
-    side = next(stream for stream, *_, name in events if any(kernel in name for kernel in MERGES))
+    side = next(stream for stream, *_, name in events if any(kernel in name for kernel in RANKS))
     compute = union([interval for stream, found in busy.items() if stream != side for interval in found])
     side_busy = union(busy[side])
     total = sum(end - begin for begin, end in side_busy)

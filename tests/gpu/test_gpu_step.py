@@ -52,34 +52,20 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-KINDS = ("select", "merge")
-"""What an owner does on the side stream, behind its step: it ranks a statistic of its own, or merges proposals."""
-
-
-def prepare_to(kind: str, bench_gpu: ModuleType, size: int) -> tuple[list[torch.nn.Parameter], ScapeOptimizer]:
-    """An optimizer that does so at every step."""
-    if kind == "select":
-        return prepare(size=size, mask_statistic="first_moment")
-    generator = torch.Generator("cuda").manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator, device="cuda")) for n in (size, 77)]
-    torch.manual_seed(0)
-    return parameters, bench_gpu.scape(parameters, 4, sparsity=0.99)
-
-
-def slow(kind: str, monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
-    """From now on the device sleeps before it; the streams on which it does."""
-    original, streams = getattr(cuda, kind), []
+def slow(monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
+    """From now on the device sleeps before it ranks; the streams on which it does."""
+    original, streams = cuda.select, []
 
     def sleep_first(*args: Any) -> torch.Tensor:
         streams.append(torch.cuda.current_stream())
         torch.cuda._sleep(cycles)
         return original(*args)
 
-    monkeypatch.setattr(cuda, kind, sleep_first)
+    monkeypatch.setattr(cuda, "select", sleep_first)
     return streams
 
 
-@pytest.mark.parametrize("options", [{}, {"mask_statistic": "first_moment"}, {"update": "adamw"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"update": "adamw"}], ids=str)
 @pytest.mark.parametrize("clip", [True, False])
 def test_a_step_makes_the_host_wait_for_nothing(options: dict[str, str], clip: bool) -> None:
     parameters, optimizer = prepare(dense_steps=1, sparsity_warmup_steps=1, **options)
@@ -105,12 +91,9 @@ def test_a_step_of_several_ranks_makes_the_host_wait_for_nothing(bench_gpu: Modu
     optimizer.drain()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_next_step_waits_for_a_slow_side_stream(
-    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_step_waits_for_a_slow_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
-        parameters, optimizer = prepare_to(kind, bench_gpu, 100_000)
+        parameters, optimizer = prepare(size=100_000)
         for step in range(8):
             draw(parameters, step)
             optimizer.step()
@@ -118,22 +101,19 @@ def test_the_next_step_waits_for_a_slow_side_stream(
         return [parameter.detach().clone() for parameter in parameters]
 
     expected = run()
-    streams = slow(kind, monkeypatch, 100_000_000)
+    streams = slow(monkeypatch, 100_000_000)
     for ours, theirs in zip(run(), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert streams
     assert torch.cuda.current_stream() not in streams
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_host_goes_on_while_the_mask_is_made(
-    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameters, optimizer = prepare_to(kind, bench_gpu, 100_000)
+def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = prepare(size=100_000)
     for step in range(3):
         draw(parameters, step)
         optimizer.step()
-    slow(kind, monkeypatch, 2_000_000_000)  # about a second
+    slow(monkeypatch, 2_000_000_000)  # about a second
     draw(parameters, 3)
     torch.cuda.synchronize()
     optimizer.step()
@@ -147,21 +127,17 @@ def test_the_host_goes_on_while_the_mask_is_made(
     optimizer.drain()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_may_be_dropped_while_its_mask_is_made(
-    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_may_be_dropped_while_its_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def mask_of(dropped: bool) -> torch.Tensor:
-        parameters, optimizer = prepare_to(kind, bench_gpu, 1_000_000)
+        parameters, optimizer = prepare(size=1_000_000)
         draw(parameters, 0)
         optimizer.step()
         pending, state = optimizer.engine.masks.pending, optimizer.engine.state
         assert pending is not None
         assert state is not None
         if dropped:
-            read = state.residual if state.local_exp_avg_sum is None else state.local_exp_avg_sum
-            numel = read.numel()
-            del optimizer, state, read
+            numel = state.residual.numel()
+            del optimizer, state
             gc.collect()
             for _ in range(20):  # one of them would land in the memory that the side stream has yet to read
                 written = torch.full((numel,), float("nan"), device="cuda")
@@ -169,12 +145,11 @@ def test_an_optimizer_may_be_dropped_while_its_mask_is_made(
         return pending.wait().clone()
 
     expected = mask_of(dropped=False)
-    slow(kind, monkeypatch, 500_000_000)
+    slow(monkeypatch, 500_000_000)
     assert torch.equal(mask_of(dropped=True), expected)
 
 
-def test_what_ranks_in_its_sweep_makes_its_mask_on_no_other_stream() -> None:
-    """The side stream only hands on, behind the sweeps; what it reads is waited for before it is written again."""
+def test_the_mask_is_made_on_the_side_stream_from_what_the_step_left() -> None:
     parameters, optimizer = prepare()
     for step in range(3):
         draw(parameters, step)
