@@ -118,7 +118,7 @@ def _cpu() -> Backend | None:
             stacklevel=4,
         )
         return None
-    if not numbers.is_compiled(sweep.sweep) and os.environ.get("LOCAL_RANK", "0") == "0":
+    if not numbers.is_compiled(sweep.fold) and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return CPU
 

@@ -10,7 +10,10 @@ negative ones, and LLVM vectorizes the loop.
 
 import numpy as np
 
-from lightning_scape.ops.cpu.numbers import array_at, clamp, jit, narrow, overlap, widen
+from lightning_scape.ops.cpu.numbers import array_at, clamp, jit, narrow, overlap, prefetch_line, widen
+
+_AHEAD = 8
+"""Rows between the one that is compacted and the one that memory delivers meanwhile."""
 
 # ------------------------------------------------------------------------------------------------------ gradients
 
@@ -163,8 +166,10 @@ def compact(residual, mask, values, scale, limit, first, last):
                 out[c] = narrow(clamp(there[c], limit), values)
                 there[c] -= widen(out[c])
         else:
-            places = mask[row]
+            places, ahead = mask[row], mask[min(row + _AHEAD, len(mask) - 1)]
+            next_row = residual.ctypes.data + (row + _AHEAD) * residual.shape[1] * residual.itemsize
             for c in range(len(out)):
+                prefetch_line(next_row + ahead[c] * residual.itemsize)
                 value = there[places[c]]
                 out[c] = narrow(clamp(value, limit), values)
                 there[places[c]] = value - widen(out[c])

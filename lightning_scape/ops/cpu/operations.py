@@ -30,6 +30,7 @@ from lightning_scape.ops.cpu.arrays import (
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.blocks import Sweep
 from lightning_scape.ops.naive.masks import position_dtype
+from lightning_scape.ops.naive.rules import cut
 from lightning_scape.ops.naive.wire import GROUP, bits_in, feed_error_back, group_bytes
 from lightning_scape.ops.registry import CPU
 
@@ -184,15 +185,6 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 @implements
-def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    shards, groups, width = message.shape
-    tensors = array(values.view(-1)), array(residual), or_empty(mask, position_dtype(residual.shape[1]))
-    rows, packed = array(message.view(-1, width)), np.zeros(shards * groups, np.uint8)
-    loop = functools.partial(wire.pack, *tensors, rows, values.numel() // shards, bits_in(width), packed)
-    in_parallel(loop, len(packed), rows_of_a_thread(GROUP))
-
-
-@implements
 def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
@@ -217,37 +209,31 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
 
 @implements
 def sweep(work: Sweep) -> None:
-    residual, mask, values, length = work.residual, work.mask, work.values, work.residual.shape[1]
-    second = None if work.grads is None else work.second_moment
-    moments = None if second is None else second.exp_avg_sq
-    of_moment = residual.dtype if moments is None else moments.dtype
-    limit, largest = wire_limit(residual, values.dtype), np.float32(torch.finfo(of_moment).max)
-    places, packing = or_empty(mask, position_dtype(length)), _packing(work)
-    for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
-        loop = functools.partial(
-            sweeping.sweep,
-            table,
-            numbers,
-            (array(residual), or_empty(moments, of_moment)),
-            array(work.scale.reshape(-1)),
-            (*bound_of(work.clip_value, of_grad), limit, largest),
-            places,
-            array(values),
-            packing,
-            like(of_grad),
-        )
-        in_parallel(loop, count, rows_of_a_thread(length))
-    if work.message is not None:
-        message, packed, of_shard, bits = packing
-        wire.pack(array(values.view(-1)), array(residual), places, message, of_shard, bits, packed, 0, len(packed))
-
-
-def _packing(work: Sweep) -> tuple[Any, ...]:
-    """What :func:`cpu_sweep.sweep` takes for the message: no group of the region's shards is packed yet."""
-    if work.message is None:
-        return or_empty(None, torch.uint8), np.zeros(0, np.uint8), 1, 4
-    shards, groups, width = work.message.shape
-    packed = np.ones((shards, groups), np.uint8)
+    """See :func:`naive.sweep`. Two passes: one over memory, which folds, and one over the masked entries."""
+    residual, values, length = work.residual, work.values, work.residual.shape[1]
+    if residual.dtype != torch.float32:
+        chunked.sweep(work)
+        return
+    if work.grads is not None:
+        second = work.second_moment
+        moments = or_empty(None if second is None else second.exp_avg_sq, residual.dtype)
+        largest = np.float32(torch.finfo(torch.float32).max)
+        for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
+            state, rule = (array(residual), moments), (*bound_of(work.clip_value, of_grad), largest)
+            scale = array(work.scale.reshape(-1))
+            loop = functools.partial(sweeping.fold, table, numbers, state, scale, rule, like(of_grad))
+            in_parallel(loop, count, rows_of_a_thread(length))
     for rows in work.region.rows:
-        packed[work.shards_of(rows)] = 0
-    return array(work.message.view(-1, width)), packed.reshape(-1), work.values.numel() // shards, bits_in(width)
+        there, mask, scale = residual[rows], cut(work.mask, rows), cut(work.scale, rows)
+        if work.message is None:
+            compact(there, mask, values.dtype, scale, values[rows])
+        else:
+            _take(there, mask, values[rows], scale, work.message[work.shards_of(rows)])
+
+
+def _take(residual: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, message: Tensor) -> None:
+    """:func:`compact` and :func:`pack` in one loop."""
+    (shards, _, width), places = message.shape, or_empty(mask, position_dtype(residual.shape[1]))
+    tensors = array(residual), places, array(values), array(message.view(-1, width)), array(scale.reshape(-1))
+    rule = wire_limit(residual, values.dtype), values.numel() // max(1, shards), bits_in(width)
+    in_parallel(functools.partial(wire.take, *tensors, *rule), message.numel() // width, rows_of_a_thread(GROUP))

@@ -1,7 +1,4 @@
-"""The loop of :func:`naive.sweep`, compiled by numba: see :mod:`.kernels`.
-
-A few rows at a time come into a core's cache. There they are folded, compacted and packed, before the next come.
-"""
+"""The loop that folds for :func:`naive.sweep`, compiled by numba: see :mod:`.kernels`."""
 
 from __future__ import annotations
 
@@ -14,51 +11,31 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Region
 from lightning_scape.ops.cpu.arrays import like
-from lightning_scape.ops.cpu.kernels import compact, fade_part, fold_and_square_part, fold_part
+from lightning_scape.ops.cpu.kernels import fade_part, fold_and_square_part, fold_part
 from lightning_scape.ops.cpu.numbers import array_at, jit, overlap
-from lightning_scape.ops.cpu.wire import pack_ready
 from lightning_scape.ops.naive.rules import SecondMoment
-from lightning_scape.ops.naive.wire import GROUP
-
-_TILE = 16
-"""Rows that are worked on while they are in a core's first cache."""
 
 
 @jit
-def sweep(table, numbers, state, scale, rule, mask, values, packing, like_grad, first, last):
-    """See :func:`naive.sweep`; ``first .. last`` counts the rows of the table.
+def fold(table, numbers, state, scale, rule, like_grad, first, last):
+    """The first of :func:`naive.sweep`'s operations; ``first .. last`` counts the rows of the table.
 
     Args:
         table: as :func:`runs` gives it.
         numbers: likewise.
         state: the residual, and the second moment or ``[0, 0]``.
         scale: ``[rows]`` or ``[1]``.
-        rule: the gradient's bound and whether there is one, the largest number of the wire and of the second moment.
-        mask: ``[rows, q]``, or ``[0, 0]`` where everything is sent.
-        values: ``[rows, q]``.
-        packing: message ``[S * G, W]``, or ``[0, 0]`` for none, and groups packed, as :func:`cpu_wire.pack` takes them;
-            its count and bits.
+        rule: the gradient's bound and whether there is one, and the largest number of the second moment.
         like_grad: an empty array.
         first: first row.
         last: one past the last row.
     """
-    (residual, moments), (bound, clip, limit, largest) = state, rule
-    (message, packed, count, bits), sent, flat = packing, values.shape[1], values.reshape(-1)
-    packing = message, packed, count, bits, np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
-    reached, begin = -1, 0  # what is not packed yet begins there, and rows follow one another up to `reached`
+    (residual, moments), (bound, clip, largest) = state, rule
     for i in range(len(table)):
-        start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        for above in range(start, stop, _TILE):
-            below, row = min(above + _TILE, stop), table[i, 0] + above
-            after = row + below - above
-            factor = residual.dtype.type(scale[row if len(scale) > 1 else 0])
-            if factor != 0:
-                part = above, below
-                _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
-            compact(residual, mask, values, scale, limit, row, after)
-            if len(message) > 0:  # while they are in a core's cache; groups of which other rows have a part come later
-                begin, reached = begin if row == reached else row * sent, after
-                begin = pack_ready(flat, residual, mask, packing, begin, reached * sent)
+        part = overlap(first, last, table[i, 1], table[i, 2])
+        factor = residual.dtype.type(scale[table[i, 0] if len(scale) > 1 else 0])
+        if part[0] < part[1] and factor != 0:
+            _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
 
 
 @jit

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_scape.ops.cpu.numbers import clamp, jit
+from lightning_scape.ops.cpu.numbers import clamp, jit, prefetch_line
 from lightning_scape.ops.cpu.ranking import MAGNITUDE
 from lightning_scape.ops.cpu.update import find_tile
 from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE
@@ -33,74 +33,55 @@ def quantize(values, message, count, bits, first, last):
 
 
 @jit
-def pack(values, residual, mask, message, count, bits, packed, first, last):
-    """See :func:`naive.pack`; arguments as in :func:`quantize`, and ``packed [S * G]``: groups that are left alone."""
-    per_shard, codes, padded = -(-count // GROUP), np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
-    for row in range(first, last):
-        if packed[row] == 0:
-            start = row // per_shard * count + row % per_shard * GROUP
-            there = min(GROUP, count - row % per_shard * GROUP)
-            _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded)
+def take(residual, mask, values, message, scale, limit, count, bits, first, last):
+    """See :func:`naive.compact` and :func:`naive.pack`, whose arguments these are; the range is of groups.
 
-
-@jit
-def pack_ready(values, residual, mask, packing, begin, end):
-    """Packs the groups that begin and end in values ``begin .. end``; returns where the next group begins.
-
-    ``packing``: message and groups packed, as in :func:`pack`; its count and bits; room for a group's codes and values.
+    While a group is packed, memory delivers the entries of the next.
     """
-    message, packed, count, bits, codes, padded = packing
-    per_shard = -(-count // GROUP)
-    while begin < end:
-        shard = begin // count
-        group = -(-(begin - shard * count) // GROUP)
-        if group == per_shard:
-            begin = (shard + 1) * count
-            continue
-        begin = shard * count + group * GROUP
-        stop = min(begin + GROUP, (shard + 1) * count)
-        if stop > end:
-            break
-        row = shard * per_shard + group
-        _pack_group(values, residual, mask, message, row, begin, stop - begin, bits, codes, padded)
-        packed[row] = 1
-        begin = stop
-    return begin
-
-
-@jit
-def _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded):
-    """One group: its row of the message. Rounding errors go back into the residual; values become what is sent."""
-    levels, part = np.int32((1 << (bits - 1)) - 1), values[start : start + there]
-    if there == GROUP:
-        scale = _take_steps(part, codes, levels)
-    else:
-        for i in range(GROUP):
-            padded[i] = part[i] if i < there else 0
-        scale = _take_steps(padded, codes, levels)
+    sent, per_shard, levels = values.shape[1], -(-count // GROUP), np.int32((1 << (bits - 1)) - 1)
+    codes, group, whole = np.empty(GROUP, np.int32), np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
+    places, following = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
+    flat, out = residual.reshape(-1), values.reshape(-1)
+    if first < last:
+        _ask_for(residual, mask, sent, count, per_shard, first, following)
+    for number in range(first, last):
+        places[:] = following
+        if number + 1 < last:
+            _ask_for(residual, mask, sent, count, per_shard, number + 1, following)
+        start, there = _group_of(number, count, per_shard)
+        group[there:] = 0
         for i in range(there):
-            part[i] = padded[i]
-    _give_back(part, residual, mask, start)
-    _put_values(codes, scale, levels, part)
-    _write(codes, scale, bits, message[row])
+            taken = scale[(start + i) // sent if len(scale) > 1 else 0] != 0
+            whole[i] = flat[places[i]]
+            group[i] = clamp(whole[i], limit) if taken else np.float32(0)
+            whole[i] -= group[i]
+        code = _take_steps(group, codes, levels)
+        for i in range(there):
+            flat[places[i]] = whole[i] + group[i]
+        _put_values(codes, code, levels, out[start : start + there])
+        _write(codes, code, bits, message[number])
 
 
 @jit
-def _give_back(errors, residual, mask, start):
-    """Adds rounding errors to the entries that they come from: those chosen, from the ``start``-th on."""
-    if len(mask) == 0:
-        there = residual.reshape(-1)[start:]
-        for i in range(len(errors)):
-            there[i] += errors[i]
-        return
-    sent, done = mask.shape[1], 0
-    at, column = start // sent, start % sent
-    while done < len(errors):
-        count = min(sent - column, len(errors) - done)
-        row, chosen, given = residual[at], mask[at, column:], errors[done:]
-        for i in range(count):
-            row[chosen[i]] += given[i]
-        at, column, done = at + 1, 0, done + count
+def _group_of(number, count, per_shard):
+    """A group's first value, among those of all shards, and how many it has."""
+    begin = number % per_shard * GROUP
+    return number // per_shard * count + begin, min(GROUP, count - begin)
+
+
+@jit
+def _ask_for(residual, mask, sent, count, per_shard, number, places):
+    """Where a group's entries lie; and asks memory for them."""
+    start, there = _group_of(number, count, per_shard)
+    row, column, length = start // sent, start % sent, residual.shape[1]
+    address = residual.ctypes.data
+    for i in range(there):
+        place = row * length + (np.int64(mask[row, column]) if len(mask) > 0 else column)
+        prefetch_line(address + 4 * place)
+        places[i] = place
+        column += 1
+        if column == sent:
+            row, column = row + 1, 0
 
 
 @jit
