@@ -117,8 +117,6 @@ def record() -> dict[str, Launch]:
         signs = random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
-            ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
-            ops.accumulate_exp_avg_sq([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], [0.1], 4, torch.ones(()), 1.0)
         for dtype in (torch.bfloat16, torch.float16):  # what a narrower parameter loses to rounding
             entries = ops.ParamEntries(
                 [torch.zeros(300, dtype=dtype)], pieces, torch.zeros(3, 1, dtype=torch.uint8), 100

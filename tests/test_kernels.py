@@ -169,15 +169,6 @@ class TestFarAway:
         )
         assert chosen.tolist() == [[0], [5], [10]]
 
-    def test_compact(self) -> None:
-        residual = FarAway(FAR + 4).rows(4)
-        residual[1] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
-        mask = torch.tensor([[1], [2]], dtype=torch.uint8)
-        for scale in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])):
-            values = cuda.compact(residual, mask, torch.bfloat16, scale)
-            assert values.tolist() == [[0.0], [float(scale[1])]]
-        assert residual.tolist() == [[0.0] * 4, [1.0, 2.0, 0.00390625, 4.0]]
-
     @pytest.mark.parametrize("update", ["adams", "adamw"])
     def test_update(self, update: str) -> None:
         mask, total = torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3.0], [-2.0]])
@@ -201,55 +192,15 @@ class TestFarAway:
         for matrix, expected in zip(far, near, strict=True):
             torch.testing.assert_close(matrix.clone(), expected)
 
-    def test_second_moment(self) -> None:
-        moments, grads = FarAway(FAR + 64), FarAway(FAR + 64)
-        grads.at(FAR, 64)[:] = torch.arange(64.0)
-        dtype = triton.language.float32
-        cuda_launch.launch(
-            cuda_gradients._second_moment_kernel,
-            1,
-            *(torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (moments, grads)),
-            # The program that takes the last 64 entries of a gradient of 2**31 + 128.
-            numels=torch.tensor([FAR + 64]),
-            chunk_tensors=torch.tensor([0], dtype=torch.int32),
-            chunk_starts=torch.tensor([FAR]),
-            scale=torch.tensor(2.0),
-            scale_stride=0,
-            weights=torch.tensor([0.5, 0.125], dtype=torch.float64),
-            limit=torch.tensor(3e38),
-            clip_value=torch.tensor(60.0),
-            MOMENT=dtype,
-            GRAD=dtype,
-            CLIP=True,
-            CHUNK=128,
-        )
-        assert torch.equal(moments.at(FAR, 64), torch.arange(64.0).clamp(max=60).square() / 2)
-
-    def test_fold_and_norm(self) -> None:
-        residuals, grads = FarAway(FAR + 64), FarAway(FAR + 64)
+    def test_norm(self) -> None:
+        grads, dtype = FarAway(FAR + 64), triton.language.float32
         grads.at(FAR, 64)[:] = torch.arange(64.0)
         # The program that takes the last 64 entries of a gradient of 2**31 + 128.
-        numels, tensors, starts = torch.tensor([FAR + 64]), torch.tensor([0], dtype=torch.int32), torch.tensor([FAR])
-        tables = (numels, tensors, starts)
-        places = [torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (residuals, grads)]
-        dtype = triton.language.float32
-        cuda_launch.launch(
-            cuda_gradients._fold_kernel,
-            1,
-            *places,
-            *tables,
-            torch.tensor(2.0),
-            torch.tensor(0.0),
-            RESIDUAL=dtype,
-            GRAD=dtype,
-            CLIP=False,
-            ALIGNED=True,
-            CHUNK=128,
-        )
-        assert torch.equal(residuals.at(FAR, 64), 2 * torch.arange(64.0))
+        tables = (torch.tensor([FAR + 64]), torch.tensor([0], dtype=torch.int32), torch.tensor([FAR]))
+        place = torch.tensor([grads.at(0, 1).data_ptr()])
         partial = torch.empty(1)
         cuda_launch.launch(
-            cuda_gradients._squares_kernel, 1, places[1], *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128
+            cuda_gradients._squares_kernel, 1, place, *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128
         )
         assert float(partial) == float(torch.arange(64.0).square().sum())
 

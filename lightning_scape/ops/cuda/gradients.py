@@ -1,8 +1,7 @@
-"""Triton kernels that read whole gradients: norm, sketch, fold and moments."""
+"""Triton kernels that read whole gradients: norm and sketch."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.numbers import clamp, pointer, widen
-from lightning_scape.ops.naive import chunked, to_device
+from lightning_scape.ops.cuda.numbers import pointer, widen
+from lightning_scape.ops.naive import to_device
 from lightning_scape.ops.registry import CUDA
 
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
@@ -157,162 +156,3 @@ def sketch_plan(
         for number in range(-(-size // length))
     ]
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
-
-
-@triton.jit
-def _fold_kernel(
-    residuals,
-    grads,
-    numels,
-    chunk_tensors,
-    chunk_starts,
-    scale,
-    clip_value,
-    RESIDUAL: tl.constexpr,
-    GRAD: tl.constexpr,
-    CLIP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    factor = tl.load(scale)
-    if factor != 0:
-        program = tl.program_id(0)
-        tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
-        left = tl.load(numels + tensor) - start
-        target = pointer(tl.load(residuals + tensor), RESIDUAL) + start
-        source = pointer(tl.load(grads + tensor), GRAD) + start
-        if ALIGNED:
-            target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
-        offsets = tl.arange(0, CHUNK)
-        if left >= CHUNK:  # a mask of any length would keep loads and stores from being 16 bytes wide
-            value = widen(tl.load(source + offsets), GRAD)
-            if CLIP:
-                value = clamp(value, tl.load(clip_value))
-            there = tl.load(target + offsets)
-            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL))
-        else:
-            inside = offsets < left
-            value = widen(tl.load(source + offsets, mask=inside, other=0), GRAD)
-            if CLIP:
-                value = clamp(value, tl.load(clip_value))
-            there = tl.load(target + offsets, mask=inside, other=0)
-            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL), mask=inside)
-
-
-@CUDA.implements
-def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
-    pairs = [(r, g.contiguous()) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
-    if any(residual.device != grad.device for residual, grad in pairs):
-        chunked.fold(residuals, grads, scale, clip_value)
-        return
-    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
-    for residual, grad in pairs:
-        kind = residual.dtype, grad.dtype, launching.aligned(residual) and launching.aligned(grad)
-        groups.setdefault(kind, []).append((residual, grad))
-    for (of_residual, of_grad, aligned), group in groups.items():
-        device = group[0][0].device
-        programs, chunks = launching.chunks(tuple(grad.numel() for _, grad in group), launching.STREAM_CHUNK, device)
-        launching.launch(
-            _fold_kernel,
-            programs,
-            launching.addresses([residual for residual, _ in group]),
-            launching.addresses([grad for _, grad in group]),
-            *chunks,
-            scale.to(device),
-            scale if clip_value is None else launching.bound(clip_value, of_grad, device),
-            RESIDUAL=launching.DTYPES[of_residual],
-            GRAD=launching.DTYPES[of_grad],
-            CLIP=clip_value is not None,
-            ALIGNED=aligned,
-            CHUNK=launching.STREAM_CHUNK,
-            num_warps=8,
-        )
-
-
-@triton.jit
-def _second_moment_kernel(
-    moments,
-    grads,
-    numels,
-    chunk_tensors,
-    chunk_starts,
-    scale,
-    scale_stride,
-    weights,
-    limit,
-    clip_value,
-    MOMENT: tl.constexpr,
-    GRAD: tl.constexpr,
-    CLIP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
-    factor = tl.load(scale + tensor * scale_stride)
-    if factor != 0:
-        offsets = tl.arange(0, CHUNK)
-        inside = offsets < tl.load(numels + tensor) - start
-        target = pointer(tl.load(moments + tensor), MOMENT) + start + offsets
-        source = pointer(tl.load(grads + tensor), GRAD) + start + offsets
-        value = widen(tl.load(source, mask=inside, other=0), GRAD)
-        if CLIP:
-            value = clamp(value, tl.load(clip_value))
-        value = value.to(MOMENT) * factor.to(MOMENT)
-        kept, added = tl.load(weights + 2 * tensor).to(MOMENT), tl.load(weights + 2 * tensor + 1).to(MOMENT)
-        moment = tl.load(target, mask=inside, other=0)
-        moved = kept * moment + added * (value * value)
-        tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
-
-
-@CUDA.implements
-def accumulate_exp_avg_sq(
-    moments: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Sequence[float],
-    ranks: int,
-    scale: Tensor,
-    clip_value: float | None,
-) -> None:
-    """See :func:`naive.accumulate_exp_avg_sq`. One launch for each dtype of the gradients."""
-    groups: dict[torch.dtype, list[int]] = {}
-    rest = []
-    for place, (moment, grad) in enumerate(zip(moments, grads, strict=True)):
-        if grad is None or grad.device != moment.device:
-            rest.append(place)
-        elif grad.numel():
-            groups.setdefault(grad.dtype, []).append(place)
-
-    def chosen(values: Sequence[Any], places: list[int]) -> list[Any]:
-        return [values[place] for place in places]
-
-    def scales(places: list[int]) -> Tensor:
-        if not scale.dim() or len(places) == len(moments):
-            return scale
-        return scale[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), scale.device)]
-
-    if rest:
-        own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
-        chunked.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
-    for dtype, places in groups.items():
-        targets, sources = chosen(moments, places), [grad.contiguous() for grad in chosen(grads, places)]
-        device = targets[0].device
-        shares = tuple(share for weight in chosen(weights, places) for share in (1 - weight, weight / ranks))
-        programs, chunks = launching.chunks(tuple(target.numel() for target in targets), launching.STREAM_CHUNK, device)
-        launching.launch(
-            _second_moment_kernel,
-            programs,
-            launching.addresses(targets),
-            launching.addresses(sources),
-            *chunks,
-            scales(places).to(device),
-            scale.dim(),
-            launching.table(shares, device, torch.float64),
-            targets[0].new_full((), torch.finfo(targets[0].dtype).max),
-            scale if clip_value is None else launching.bound(clip_value, dtype, device),
-            MOMENT=launching.DTYPES[targets[0].dtype],
-            GRAD=launching.DTYPES[dtype],
-            CLIP=clip_value is not None,
-            CHUNK=launching.STREAM_CHUNK,
-            num_warps=8,
-        )

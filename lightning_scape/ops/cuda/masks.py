@@ -1,4 +1,4 @@
-"""Triton kernels on rows of blocks: which entries are the largest, and how they leave the residual."""
+"""Triton kernels on rows of blocks: which entries are the largest, and where they lie."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.numbers import clamp, narrow, widen
 from lightning_scape.ops.naive import chunked, position_dtype
 from lightning_scape.ops.naive import masks as naive_masks
 from lightning_scape.ops.registry import CUDA
@@ -148,33 +147,6 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
 
 
 @triton.jit
-def _compact_kernel(
-    residual,
-    mask,
-    values,
-    scale,
-    scale_stride,
-    count,
-    stride,
-    sent,
-    MASKED: tl.constexpr,
-    WIRE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * CHUNK
-    entry = first + tl.arange(0, CHUNK)
-    inside = entry < count
-    row, column = cells(mask, first, inside, sent, MASKED, CHUNK)
-    place = residual + row * stride + column
-    taken = tl.load(scale + row * scale_stride, mask=inside, other=0) != 0
-    there = tl.load(place, mask=taken, other=0)
-    raw = narrow(clamp(there, LIMIT), WIRE)
-    tl.store(values + entry, raw, mask=inside)
-    tl.store(place, there - widen(raw, WIRE).to(there.dtype), mask=taken)
-
-
-@triton.jit
 def cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr):
     """Row and column, int64, of the CHUNK chosen entries from ``first`` on: one division in 64 bits for all of them."""
     within = (first % sent).to(tl.int32) + tl.arange(0, CHUNK)
@@ -182,31 +154,3 @@ def cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr):
     if MASKED:
         column = tl.load(mask + first + tl.arange(0, CHUNK), mask=inside, other=0).to(tl.int64)
     return row, column
-
-
-@CUDA.implements
-def compact(
-    residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
-) -> Tensor:
-    """See :func:`naive.compact`; bitwise. One pass over the mask: gather, round, keep the rounding error."""
-    blocks, length = residual.shape
-    sent = length if mask is None else mask.shape[1]
-    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
-    launching.launch(
-        _compact_kernel,
-        triton.cdiv(values.numel(), launching.PICK_CHUNK),
-        residual,
-        launching.raw(values) if mask is None else mask.contiguous(),
-        launching.raw(values),
-        scale.to(residual.device),
-        scale.dim(),
-        values.numel(),
-        residual.stride(0),
-        sent,
-        MASKED=mask is not None,
-        WIRE=launching.DTYPES[wire_dtype],
-        LIMIT=torch.finfo(wire_dtype).max,
-        CHUNK=launching.PICK_CHUNK,
-        num_warps=4,
-    )
-    return values

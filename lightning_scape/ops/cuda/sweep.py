@@ -9,13 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Span
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
-from lightning_scape.ops.cuda.masks import LONGEST_ROW, compact, row_width
+from lightning_scape.ops.cuda.masks import LONGEST_ROW, row_width
 from lightning_scape.ops.cuda.numbers import clamp, narrow, pointer, widen
 from lightning_scape.ops.cuda.wire import pack
-from lightning_scape.ops.naive import SecondMoment, Sweep, cut
+from lightning_scape.ops.naive import SecondMoment, Sweep, chunked, cut
 from lightning_scape.ops.registry import CUDA
 
 _FEW = 4
@@ -177,22 +175,19 @@ def _take_from_memory(
 @CUDA.implements
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
-    residual, values = work.residual, work.values
-    by_kernel = _fits(work)
-    if by_kernel:
-        for spans in _by_dtype(work):
-            _launch(work, spans)
-    else:
-        _fold(work)
-    for rows in work.region.rows:
-        if not by_kernel:
-            compact(residual[rows], cut(work.mask, rows), values.dtype, cut(work.scale, rows), out=values[rows])
-        if work.message is not None:  # a group has values of more rows than a program
-            pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
+    if not _fits(work):
+        chunked.sweep(work)
+        return
+    for spans in _by_dtype(work):
+        _launch(work, spans)
+    if work.message is not None:  # a group has values of more rows than a program
+        for rows in work.region.rows:
+            part = work.message[work.shards_of(rows)]
+            pack(work.residual[rows], cut(work.mask, rows), work.values[rows], part)
 
 
 def _fits(work: Sweep) -> bool:
-    """Whether the kernel can do it. Else one operation follows the other."""
+    """Whether the kernel can do it."""
     return (
         work.residual.shape[1] <= LONGEST_ROW
         and work.residual.is_contiguous()
@@ -284,21 +279,3 @@ def _shares(moments: SecondMoment, spans: Sequence[Span]) -> tuple[float, ...]:
     """By span: what its second moment keeps, and what of the square is added."""
     weights = [0.0 if span.place is None else moments.weights[span.place] for span in spans]
     return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))
-
-
-def _fold(work: Sweep) -> None:
-    """The first of the operations, where the kernel cannot do them together."""
-    if work.grads is None:
-        return
-    pieces, scale, second = work.region.pieces, work.scale, work.second_moment
-    if scale.dim():
-        scale = scale.index_select(0, launching.table(tuple(piece.row for piece in pieces), scale.device))
-    # All rows that take part have one scale, and a parameter that takes no part has no gradient.
-    fold(piece_views(work.residual, pieces), work.grads, _largest(scale) if scale.dim() else scale, work.clip_value)
-    if second is not None:
-        moments = piece_views(second.exp_avg_sq, pieces)
-        accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, scale, work.clip_value)
-
-
-def _largest(scales: Tensor) -> Tensor:
-    return scales.amax() if scales.numel() else scales.new_ones(())
