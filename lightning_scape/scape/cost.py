@@ -49,7 +49,7 @@ def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int
 
     whole = sum(count * sum(of(sent).values()) for sent, count in schedule.sent_by_step(steps).items())
     following = of(schedule.sent(steps))  # each step sends the mask of the next one, the first its own, too
-    return whole + following["mask"] + following["votes"]
+    return whole + following["mask"]
 
 
 def norm_bytes(config: ScapeConfig, parameters: int, ranks: int, *, clip: bool) -> int:

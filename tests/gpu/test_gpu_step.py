@@ -83,7 +83,7 @@ def test_a_step_makes_the_host_wait_for_nothing(options: dict[str, str], clip: b
 def test_a_step_of_several_ranks_makes_the_host_wait_for_nothing(bench_gpu: ModuleType) -> None:
     parameters = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in (100_000, 77)]
     optimizer = bench_gpu.scape(parameters, 4, sparsity=0.99)
-    for step in range(6):  # with votes and the sketch; messages are copies
+    for step in range(6):  # with the sketch; messages are copies
         draw(parameters, step)
         with no_waiting() if step else nullcontext():  # the first one compares the ranks' parameters
             optimizer.clip_grad_norm(1.0)
