@@ -7,17 +7,17 @@ what only rounds:
 ========================================== ============================================================================
 select, compact                            bitwise
 pack_mask, unpack_mask                     bitwise
-quantize, dequantize, pack                 bitwise
+quantize, dequantize                       bitwise
 quantize_with_error                        bitwise
-gather_params, scatter_params, fold        bitwise
-accumulate_exp_avg_sq                      bitwise
+gather_params, scatter_params              bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
 update_adams, update_adamw                 moments and last steps bitwise for entries updated in the step before, else
                                            within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
                                            rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
-checksum                                   the twin: no part of a step by default
+checksum, pack, fold,                      the twin: of few steps, or none
+accumulate_exp_avg_sq
 ========================================== ============================================================================
 
 The loops are compiled when they are first called for a dtype, and kept on disk (``__pycache__`` of this package, or the

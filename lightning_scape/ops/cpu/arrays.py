@@ -95,15 +95,6 @@ def by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtyp
     return list(groups.items())
 
 
-def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
-    """The table of :func:`cpu_kernels.fold`, and the number of entries in all."""
-    sizes = [first.numel() for first, _ in pairs]
-    assert sizes == [second.numel() for _, second in pairs]
-    *starts, count = accumulate(sizes, initial=0)
-    addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*pairs, strict=True)]
-    return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
-
-
 def pieces_table(entries: ParamEntries, sent: int) -> Iterator[tuple[torch.dtype, Any, int]]:
     """By dtype of the parameters: the table of :func:`cpu_update.exchange`, and the number of masked entries."""
     flats = entries.flats

@@ -19,16 +19,6 @@ _AHEAD = 8
 
 
 @jit
-def fold(table, scale, bound, clip, like_residual, like_grad, first, last):
-    """``table [n, 4]``: address of the residual, of the gradient; entries of all before, entries."""
-    for i in range(len(table)):
-        start, stop = overlap(first, last, table[i, 2], table[i, 3])
-        if start < stop:
-            residual = array_at(table[i, 0], start, stop - start, like_residual)
-            fold_part(residual, array_at(table[i, 1], start, stop - start, like_grad), scale, bound, clip)
-
-
-@jit
 def fold_part(residual, grad, scale, bound, clip):
     """``residual += scale * grad``."""
     for e in range(len(grad)):
@@ -39,34 +29,8 @@ def fold_part(residual, grad, scale, bound, clip):
 
 
 @jit
-def accumulate_squares(table, scales, keeps, weights, bound, clip, largest, like_moment, like_grad, first, last):
-    """``table`` as in :func:`fold`, with moments; an address of 0 is a gradient of zeros. Numbers are by piece."""
-    for i in range(len(table)):
-        start, stop = overlap(first, last, table[i, 2], table[i, 3])
-        if start < stop:
-            moment = array_at(table[i, 0], start, stop - start, like_moment)
-            if table[i, 1] == 0:
-                fade_part(moment, keeps[i], largest)
-            else:
-                grad = array_at(table[i, 1], start, stop - start, like_grad)
-                square_part(moment, grad, scales[i], keeps[i], weights[i], bound, clip, largest)
-
-
-@jit
-def square_part(moment, grad, scale, keep, weight, bound, clip, largest):
-    """``moment = keep * moment + weight * (scale * grad)**2``."""
-    for e in range(len(grad)):
-        value = widen(grad[e])
-        if clip:
-            value = clamp(value, bound)
-        own = scale * moment.dtype.type(value)
-        value = moment[e] * keep + weight * (own * own)
-        moment[e] = largest if value > largest else value
-
-
-@jit
 def fold_and_square_part(residual, moment, grad, scales, keep, weight, bound, clip, largest):
-    """:func:`fold_part` and :func:`square_part` in one pass over the gradient; ``scales`` of either's dtype."""
+    """The same, and ``moment = keep * moment + weight * (scale * grad)**2``; ``scales`` of either's dtype."""
     to_residual, to_moment = scales
     for e in range(len(grad)):
         value = widen(grad[e])
@@ -80,7 +44,7 @@ def fold_and_square_part(residual, moment, grad, scales, keep, weight, bound, cl
 
 @jit
 def fade_part(moment, keep, largest):
-    """The same for a gradient of zeros."""
+    """The moment's part for a gradient of zeros."""
     for e in range(len(moment)):
         value = moment[e] * keep
         moment[e] = largest if value > largest else value

@@ -22,7 +22,6 @@ from lightning_scape.ops.cpu.arrays import (
     in_parallel,
     like,
     or_empty,
-    pairs_table,
     rows_of_a_thread,
     sketch_plan,
     wire_limit,
@@ -77,45 +76,6 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
         in_parallel(loop, parts, 1)
         total += sums.sum(0)
     return torch.from_numpy(total)
-
-
-@implements
-def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    factor = float(scale)
-    if factor == 0.0:
-        return
-    pairs = [(r, g) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
-    for (dtype, of_grad), group in by_dtypes(pairs):
-        table, count = pairs_table(group)
-        bound, clip = bound_of(clip_value, of_grad)
-        loop = functools.partial(kernels.fold, table, np.float32(factor), bound, clip, like(dtype), like(of_grad))
-        in_parallel(loop, count, GRAIN)
-
-
-@implements
-def accumulate_exp_avg_sq(
-    moments: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Sequence[float],
-    ranks: int,
-    scale: Tensor,
-    clip_value: float | None,
-) -> None:
-    scales = scale.tolist() if scale.dim() else [float(scale)] * len(moments)
-    given = zip(moments, grads, weights, scales, strict=True)
-    rows = [(moment, grad, weight, factor) for moment, grad, weight, factor in given if factor != 0.0]
-    pairs = [(moment, moment if grad is None else grad) for moment, grad, *_ in rows]
-    for (dtype, of_grad), group in by_dtypes(pairs):
-        here = [
-            row for row, pair in zip(rows, pairs, strict=True) if (pair[0].dtype, pair[1].dtype) == (dtype, of_grad)
-        ]
-        table, count = pairs_table(group)
-        table[[grad is None for _, grad, *_ in here], 1] = 0
-        by_piece = [(factor, 1 - weight, weight / ranks) for *_, weight, factor in here]
-        numbers = np.array(by_piece, np.float32).T.copy()
-        rule = (*bound_of(clip_value, of_grad), np.float32(torch.finfo(dtype).max))
-        loop = functools.partial(kernels.accumulate_squares, table, *numbers, *rule, like(dtype), like(of_grad))
-        in_parallel(loop, count, GRAIN)
 
 
 # ---------------------------------------------------------------------------------------------------------- masks
