@@ -127,7 +127,6 @@ def test_noise_floors_the_denominator_of_old_entries_only(share: float) -> None:
     assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 9) ** 0.5))
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(("sparsity", "share"), [(0.5, 0.1), (0.9, 0.5), (0.95, 1.0), (0.99, 1.0), (0.999, 1.0)])
 def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     sparsity: float, share: float, monkeypatch: pytest.MonkeyPatch
