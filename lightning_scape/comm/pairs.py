@@ -81,7 +81,8 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         works = _exchange_by_pairs(places, [tensor] * ranks, group)
         places[dist.get_rank(group)].copy_(tensor)
         return works if async_op else works.wait()
-    return dist.all_gather_single(output, tensor, group=group, async_op=async_op)
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return call(output, tensor, group=group, async_op=async_op)
 
 
 # ------------------------------------------------------------------------------------------------ gloo's threads

@@ -154,6 +154,11 @@ class Nodes:
         if self.process_group is not None:  # also what the user has sharded
             broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
         root = cast(FSDPModule, module)
+        if not hasattr(root, "set_reduce_scatter_unused_params"):
+            raise RuntimeError(
+                f"Nodes of several ranks need torch 2.13 or newer, got {torch.__version__}: before, FSDP2 trains experts"
+                " wrong that not all ranks of a node use. Upgrade torch, or leave out `local_group_size`."
+            )
         # Else ranks that use different experts of a mixture would reduce different gradients with one another.
         root.set_reduce_scatter_unused_params(True)
         if module not in _prepared:  # else an earlier fit has done it
