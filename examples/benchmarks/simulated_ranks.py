@@ -23,6 +23,7 @@ from lightning_scape import SparseLoCo
 from lightning_scape.comm.work import SideStream, Work
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -250,6 +251,8 @@ class OnePage(Ranks):
         super().__init__(model, world_size)
         self.scape = Scape(self.parameters, world_size, sparsity, **settings)
         self.gradients: list[tuple[Tensor, ...]] = []
+        self.config = ScapeConfig(sparsity=sparsity)
+        self._bytes: dict[int, int] = {}
 
     def backward(
         self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
@@ -266,8 +269,12 @@ class OnePage(Ranks):
         self.scape.step([[gradient * factor for gradient in own] for own in self.gradients])
 
     def bytes_sent(self) -> int:
-        """Nothing is counted here."""
-        return 0
+        """By a rank in the last step, as the package would send it (computed)."""
+        sent = self.scape.sent(self.scape.t - 1)
+        if sent not in self._bytes:
+            numels = [parameter.numel() for parameter in self.parameters]
+            self._bytes[sent] = sum(scape_bytes(numels, self.world_size, self.config, sent=sent).values())
+        return self._bytes[sent]
 
     def state_dict(self) -> dict[str, Any]:
         """All but the parameters."""
