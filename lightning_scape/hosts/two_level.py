@@ -156,8 +156,8 @@ class Nodes:
         root = cast(FSDPModule, module)
         if not hasattr(root, "set_reduce_scatter_unused_params"):
             raise RuntimeError(
-                f"Nodes of several ranks need torch 2.13 or newer, got {torch.__version__}: before, FSDP2 trains experts"
-                " wrong that not all ranks of a node use. Upgrade torch, or leave out `local_group_size`."
+                f"Nodes of several ranks need torch 2.13 or newer, got {torch.__version__}: FSDP2 before it trains"
+                " experts wrong that not all ranks of a node use. Upgrade torch, or leave out `local_group_size`."
             )
         # Else ranks that use different experts of a mixture would reduce different gradients with one another.
         root.set_reduce_scatter_unused_params(True)
