@@ -11,7 +11,7 @@ from trainer_helpers import MARKS, Regression, make_trainer
 
 from lightning_scape import ScapeMonitor, ScapeStrategy
 from lightning_scape.tools.cli import main
-from lightning_scape.tools.report import Run
+from lightning_scape.tools.report import Run, report
 
 pytestmark = MARKS
 
@@ -47,7 +47,14 @@ def test_figures_of_two_optimizers_are_added_up(tmp_path: Path) -> None:
     assert [*run.of(["loss"])[1]] == [2.5, 2.25]
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "must hold a metrics.csv"), ("step,loss\n0,1\n", "of ScapeMonitor")])
+def test_a_run_of_one_report_is_told(tmp_path: Path) -> None:
+    names = ("bytes_run", "bytes_run_dense", "seconds_run", "message_seconds")
+    lines = [",".join(["step", *(f"scape/{name}" for name in names)]), "49,10,20,3,1"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    assert "| DDP would have sent | 20 B, 2 times as much |" in report(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "must hold a metrics.csv"), ("name\nBob,1\n", "of ScapeMonitor")])
 def test_what_cannot_be_drawn_is_an_error(
     text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ def bytes_per_second(text: str) -> float:
     Raises:
         ValueError: it is not a number and a unit.
     """
-    found = re.fullmatch(r"([\d.]+)([kmg]bit)", text.lower())
+    found = re.fullmatch(r"(\d+\.?\d*)([kmg]bit)", text.lower())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"`--bandwidth` must be a number and kbit, mbit or gbit, got {text!r}. Write 10gbit.")
     return float(found[1]) * UNITS[found[2]] / 8

@@ -30,19 +30,21 @@ class Run:
 
     def __init__(self, file: Path) -> None:
         found: dict[str, dict[int, float]] = defaultdict(dict)
-        with file.open(newline="", encoding="utf-8") as lines:
-            for line in csv.DictReader(lines):
+        with file.open(newline="", encoding="utf-8", errors="replace") as text:
+            lines = csv.DictReader(text)
+            self.prefixes = [name.rpartition("/")[0] for name in lines.fieldnames or () if name.endswith("/bytes_run")]
+            """Of the optimizers: ``scape``, or ``scape-0``, ``scape-1``."""
+            if not self.prefixes:
+                raise ValueError(
+                    f"{file} must hold figures of ScapeMonitor, got none. Train with"
+                    " Trainer(callbacks=[ScapeMonitor()])."
+                )
+            for line in lines:
                 step = int(float(line.pop("step", None) or 0))
-                for name, text in line.items():
-                    if text and name != "epoch":
-                        found[name][step] = float(text)
+                for name, value in line.items():
+                    if value and name != "epoch":
+                        found[name][step] = float(value)
         self.figures = dict(found)
-        self.prefixes = [name.rpartition("/")[0] for name in found if name.endswith("/bytes_run")]
-        """Of the optimizers: ``scape``, or ``scape-0``, ``scape-1``."""
-        if not self.prefixes:
-            raise ValueError(
-                f"{file} must hold figures of ScapeMonitor, got none. Train with Trainer(callbacks=[ScapeMonitor()])."
-            )
         self.seconds = self.of([f"{self.prefixes[0]}/seconds_run"])
 
     def of(self, names: Iterable[str]) -> tuple[Numbers, Numbers]:
@@ -93,7 +95,7 @@ def table(run: Run) -> list[str]:
     if sent[-1]:
         rows += [
             ("DDP would have sent", f"{show_bytes(dense[-1])}, {show_times(dense[-1] / sent[-1])} times as much"),
-            ("a step at the end", show_bytes(per_step(steps, sent)[1][-1])),
+            *(("a step at the end", show_bytes(each)) for each in per_step(steps, sent)[1][-1:]),
             ("waiting in the last step", show_seconds(_waiting(run)[1][-1])),
         ]
     return ["| | at the end |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
