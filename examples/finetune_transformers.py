@@ -1,6 +1,6 @@
 """A Hugging Face causal LM under the Lightning Trainer with SCAPE.
 
-    pip install transformers
+    pip install -c configs/constraints.txt transformers
     python examples/finetune_transformers.py            # a tiny Llama of random weights, two CPU processes
     python examples/finetune_transformers.py --model EleutherAI/pythia-70m --accelerator cuda --devices 8
 

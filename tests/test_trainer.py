@@ -893,3 +893,32 @@ def test_batch_norm_of_each_rank_is_warned_of_and_sync_batchnorm_is_not(run_rank
     assert len(warned) == 1
     assert "sync_batchnorm=True" in warned[0]
     assert run_ranks(batch_norm, 2, True)[0] == ("SyncBatchNorm", [])
+
+
+class Loads(Regression):
+    loaded = 0
+
+    def train_dataloader(self) -> Any:
+        self.loaded += 1
+        return loader()
+
+
+RUNS = [
+    ({"max_epochs": None, "max_steps": 4}, 4),
+    ({"max_epochs": 2}, 2 * BATCHES),
+    ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4),
+    ({"max_epochs": 999, "max_time": {"seconds": 1}}, 1000),
+]
+
+
+def warm_ups(rank: int, world_size: int) -> list[tuple[int, int]]:
+    found = []
+    for options, _ in RUNS:
+        trainer, model = make_trainer(ScapeStrategy(sparsity=0.9, update="adams"), **options), Loads()
+        trainer.fit(model)
+        found.append((trainer.optimizers[0].schedule.warmup_steps, model.loaded))
+    return found
+
+
+def test_the_warm_up_of_adams_is_1000_steps_or_a_shorter_run_whose_data_is_loaded_once(run_ranks: Any) -> None:
+    assert run_ranks(warm_ups, 2) == [[(steps, 1) for _, steps in RUNS]] * 2
