@@ -165,7 +165,6 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
             panel.plot(x, losses, marker=".", label=run["name"])
         panel.set(xlabel=label, ylabel="validation loss (nats per byte)")
     panels[0].legend()
-    panels[1].set_xscale("log")
     figure.savefig(path, dpi=150)
 
 

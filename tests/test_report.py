@@ -51,7 +51,11 @@ def test_a_run_of_one_report_is_told(tmp_path: Path) -> None:
     names = ("bytes_run", "bytes_run_dense", "seconds_run", "message_seconds")
     lines = [",".join(["step", *(f"scape/{name}" for name in names)]), "49,10,20,3,1"]
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
-    assert "| DDP would have sent | 20 B, 2 times as much |" in report(tmp_path)
+    (tmp_path / "ddp").mkdir()
+    (tmp_path / "ddp" / "metrics.csv").write_text("step,loss\n49,1\n")  # newer, and not the monitor's
+    said = report(tmp_path)
+    assert "| steps | 50 |" in said
+    assert "| DDP would have sent | 20 B, 2 times as much |" in said
 
 
 @pytest.mark.parametrize(("text", "said"), [(None, "must hold a metrics.csv"), ("name\nBob,1\n", "of ScapeMonitor")])

@@ -66,7 +66,7 @@ def _report(path: Path) -> int:
     """Draw a run's loss, bytes and waiting as one PNG, and print a table, from what ScapeMonitor logged to a CSV file.
 
     Args:
-        path: A metrics.csv, or a folder; of a folder the newest metrics.csv in it.
+        path: A metrics.csv, or a folder; of a folder the newest that ScapeMonitor logged to.
     """
     from lightning_scape.tools.report import report as write
 

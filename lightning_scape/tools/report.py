@@ -30,16 +30,13 @@ class Run:
 
     def __init__(self, file: Path) -> None:
         found: dict[str, dict[int, float]] = defaultdict(dict)
-        with file.open(newline="", encoding="utf-8", errors="replace") as text:
-            lines = csv.DictReader(text)
-            self.prefixes = [name.rpartition("/")[0] for name in lines.fieldnames or () if name.endswith("/bytes_run")]
-            """Of the optimizers: ``scape``, or ``scape-0``, ``scape-1``."""
-            if not self.prefixes:
-                raise ValueError(
-                    f"{file} must hold figures of ScapeMonitor, got none. Train with"
-                    " Trainer(callbacks=[ScapeMonitor()])."
-                )
-            for line in lines:
+        self.prefixes = prefixes(file)
+        if not self.prefixes:
+            raise ValueError(
+                f"{file} must hold figures of ScapeMonitor, got none. Train with Trainer(callbacks=[ScapeMonitor()])."
+            )
+        with file.open(newline="", encoding="utf-8") as lines:
+            for line in csv.DictReader(lines):
                 step = int(float(line.pop("step", None) or 0))
                 for name, value in line.items():
                     if value and name != "epoch":
@@ -66,20 +63,29 @@ def report(path: Path) -> str:
     """Writes ``report.png`` beside a run's CSV file; returns what is to be printed.
 
     Args:
-        path: the file, or a folder; of a folder the newest ``metrics.csv`` in it.
+        path: the file, or a folder; of a folder the newest ``metrics.csv`` in it that has figures of ScapeMonitor.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it has no figures of ScapeMonitor, or matplotlib is missing.
     """
-    files = sorted(path.rglob("metrics.csv"), key=lambda file: file.stat().st_mtime) if path.is_dir() else [path]
+    files = [file for file in path.rglob("metrics.csv") if prefixes(file)] if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(
-            f"{path} must hold a metrics.csv, got none. Train with a CSVLogger, and name its folder."
+            f"{path} must hold a metrics.csv with figures of ScapeMonitor, got none. Train with"
+            " Trainer(callbacks=[ScapeMonitor()], logger=CSVLogger(FOLDER)), and name its folder."
         )
-    run, picture = Run(files[-1]), files[-1].with_name("report.png")
+    file = max(files, key=lambda file: file.stat().st_mtime)
+    run, picture = Run(file), file.with_name("report.png")
     draw(run, picture)
-    return "\n".join([f"{files[-1]}, drawn to {picture}", "", *table(run)])
+    return "\n".join([f"{file}, drawn to {picture}", "", *table(run)])
+
+
+def prefixes(file: Path) -> list[str]:
+    """Of the optimizers whose figures a CSV file has, by its head: ``scape``, or ``scape-0``, ``scape-1``."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        names = lines.readline().strip().split(",")
+    return [name.rpartition("/")[0] for name in names if name.endswith("/bytes_run")]
 
 
 def table(run: Run) -> list[str]:
@@ -87,7 +93,7 @@ def table(run: Run) -> list[str]:
     steps, sent = run.total("bytes_run")
     _, dense = run.total("bytes_run_dense")
     rows = [
-        ("steps", f"{steps[-1]:,.0f}"),
+        ("steps", f"{steps[-1] + 1:,.0f}"),
         *((name, f"{run.of([name])[1][-1]:.4f}") for name in run.losses()),
         ("time", show_seconds(run.seconds[1][-1])),
         ("rank 0 has sent", show_bytes(sent[-1])),
@@ -96,7 +102,7 @@ def table(run: Run) -> list[str]:
         rows += [
             ("DDP would have sent", f"{show_bytes(dense[-1])}, {show_times(dense[-1] / sent[-1])} times as much"),
             *(("a step at the end", show_bytes(each)) for each in per_step(steps, sent)[1][-1:]),
-            ("waiting in the last step", show_seconds(_waiting(run)[1][-1])),
+            *(("waiting in the last step", show_seconds(each)) for each in _waiting(run)[1][-1:]),
         ]
     return ["| | at the end |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
