@@ -22,10 +22,8 @@ import contextlib
 import io
 import itertools
 import os
-import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -35,10 +33,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import index
@@ -50,28 +46,6 @@ REST = "meta.pt"
 """As in Lightning's own sharded checkpoints."""
 _INDEX = ".metadata"
 """Torch's."""
-
-
-@dataclass
-class Moved:
-    """Bytes of checkpoints that went from rank to rank, as this rank has seen them."""
-
-    sent: int = 0
-    received: int = 0
-
-    def count(self, length: int, ranks: Communicator, to: int) -> None:
-        """Counts ``length`` bytes from each of the others to rank ``to``."""
-        if ranks.rank == to:
-            self.received += length * (ranks.world_size - 1)
-        else:
-            self.sent += length
-
-    def count_objects(self, sent: Iterable[object], received: Iterable[object], others: int) -> None:
-        """Counts objects that were sent to each of so many other ranks, or came from each of them, one by one."""
-        if not others:
-            return
-        self.sent += others * sum(len(pickle.dumps(each)) for each in sent)
-        self.received += others * sum(len(pickle.dumps(each)) for each in received)
 
 
 class Chunk(NamedTuple):
@@ -125,9 +99,7 @@ class Chunk(NamedTuple):
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_directory(
-    path: Path, tensors: Mapping[str, Chunk], rest: bytes, communicator: Communicator, moved: Moved | None = None
-) -> None:
+def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, communicator: Communicator) -> None:
     """Writes a sharded checkpoint, in place of what is at ``path``. Collective.
 
     Args:
@@ -135,7 +107,6 @@ def write_directory(
         tensors: this rank's chunks, by key. A chunk of the same key and offset on several ranks is written once.
         rest: content of ``meta.pt``; rank 0's is written.
         communicator: the ranks, over a group that works in host memory.
-        moved: counts what ranks tell each other.
 
     Raises:
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
@@ -149,7 +120,7 @@ def write_directory(
             folder = Path(communicator.all_gather_object(str(new.path) if new is not None else "")[0])
             communicator.raise_on_all_ranks(lambda: _find(folder))
             writer = _Writer(folder)
-            own = _write_tensors(writer, tensors, communicator, moved or Moved())
+            own = _write_tensors(writer, tensors, communicator)
             listed = communicator.all_gather_object(own)
             communicator.raise_on_all_ranks(
                 lambda: _complete(new, rest, listed, writer.index) if new is not None else None
@@ -172,27 +143,18 @@ class _Writer(FileSystemWriter):
         self.fs = _SpeakingFileSystem()
         self.folder = folder
         self.index: dict[str, Any] = {}
-        self.results: list[Any] = []
-        """What was written: this rank's, on rank 0 each rank's."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: D102 - as the next
-        written = super().write_data(plan, planner)
-        self.results = [written.value()]
-        return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:  # noqa: D102 - as in the base class
         super().finish(metadata, results)
-        self.index, self.results = index.of_torch(metadata, results), results
+        self.index = index.of_torch(metadata, results)
 
 
-def _write_tensors(
-    writer: _Writer, tensors: Mapping[str, Chunk], communicator: Communicator, moved: Moved
-) -> dict[str, list[Any]]:
+def _write_tensors(writer: _Writer, tensors: Mapping[str, Chunk], communicator: Communicator) -> dict[str, list[Any]]:
     planner = _ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():  # that one process saves alone is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            torch_index = save(
+            save(
                 dict(tensors),
                 storage_writer=writer,
                 planner=planner,
@@ -205,18 +167,9 @@ def _write_tensors(
         if reason is not None:
             raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
         raise
-    told, heard = [_longest(planner.local_plans), max(writer.results, key=len)], [planner.plan, torch_index]
-    if communicator.rank == 0:
-        told, heard = [_longest(planner.global_plan), torch_index], told
-    moved.count_objects(told, heard, 1 if communicator.rank else communicator.world_size - 1)
     mine = sorted(path.name for path in writer.folder.glob(f"__{communicator.rank}_*.distcp"))
     described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(writer.folder, mine))
     return described
-
-
-def _longest(plans: Sequence[SavePlan]) -> SavePlan:
-    """Torch makes all as long as this one before it sends them. A rank other than 0 knows its own alone."""
-    return max(plans, key=lambda plan: len(plan.items))
 
 
 def _oserror_in(error: BaseException | None) -> OSError | None:
@@ -259,17 +212,9 @@ class _SpeakingFileSystem(FileSystem):
 
 
 class _ChunkSavePlanner(DefaultSavePlanner):
-    local_plans: Sequence[SavePlan] = ()
-    """Before those that would be written twice were left out: this rank's, on rank 0 each rank's."""
-
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(key, chunk) for key, chunk in self.state_dict.items()])
-        self.local_plans = [self.plan]
         return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.local_plans = all_plans
-        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         chunk: Chunk = self.state_dict[index.fqn]

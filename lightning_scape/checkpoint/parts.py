@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.dcp import Chunk, Moved
+from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.comm.collectives import Communicator, in_messages
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
@@ -140,8 +140,6 @@ class OwnParts:
     """Those that hold the same rows."""
     node: Communicator = field(default_factory=Communicator.alone)
     """Those that hold a replica together."""
-    moved: Moved = field(default_factory=Moved)
-    """What collecting it has moved so far."""
 
     @property
     def everyone(self) -> Communicator:
@@ -188,7 +186,6 @@ class OwnParts:
             if any(sizes):  # no message for nothing
                 mine_here = _as_bytes([chunk for _, chunk in held], max(sizes))
                 parts = everyone.gather(mine_here, to, device, at_once)
-                self.moved.count(len(mine_here), everyone, to)
             if parts is not None and everyone.rank == to:
                 yield from _joined(pieces, parts)
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
 from lightning_scape.checkpoint.collecting import copied, of_rank_0, put, states_in
-from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, Moved, as_bytes, write_directory
+from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.rng import rng_state
@@ -167,8 +167,6 @@ class Saver:
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self.moved = Moved()
-        """Of all checkpoints so far: states that become one file, and what ranks tell each other of a directory."""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -195,21 +193,20 @@ class Saver:
             lambda: (content.tensors(rank), as_bytes(content.table()) if rank == 0 else b"")
         )
         if not self.asynchronous:
-            write_directory(path, tensors, rest, communicator, self.moved)
+            write_directory(path, tensors, rest, communicator)
             return
         _make_folder(path, communicator)
         copies = communicator.raise_on_all_ranks(lambda: {key: chunk.copied() for key, chunk in tensors.items()})
-        self._begin(functools.partial(write_directory, path, copies, rest, communicator, self.moved), communicator)
+        self._begin(functools.partial(write_directory, path, copies, rest, communicator), communicator)
 
     def collected(self, own: OwnParts, background: Communicator | None = None) -> dict[str, Any] | None:
-        """An optimizer's whole state on rank 0, None elsewhere; what that moves is counted. Collective.
+        """An optimizer's whole state on rank 0, None elsewhere. Collective.
 
         Args:
             own: what this rank holds of it.
             background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
         """
-        counted = replace(own, moved=self.moved)
-        whole: dict[str, Any] | None = of_state(own.common).form.collected(counted, 0, background)
+        whole: dict[str, Any] | None = of_state(own.common).form.collected(own, 0, background)
         return whole
 
     def save_file(

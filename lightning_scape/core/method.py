@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -84,8 +84,7 @@ class Method(ABC):
     title: ClassVar[str]
     """Its name in sentences."""
     config_class: ClassVar[type[Any]]
-    """Its options: a frozen dataclass, all with defaults, checked when it is made. The first is its main one. Where
-    it has ``local_group_size`` and ``reshard_after_forward``, nodes may hold a replica together (FSDP2)."""
+    """Its options: a frozen dataclass, all with defaults, checked when it is made. The first is its main one."""
     shown: ClassVar[tuple[str, ...]] = ("compression",)
     """Which of its :meth:`stats` a progress bar shows."""
     exchanges_every_step: ClassVar[bool] = False
@@ -199,20 +198,20 @@ class Method(ABC):
     def summary(self) -> str:
         """A line for the start of a run: what is sent, how often."""
 
+    @abstractmethod
     def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
-        """Bytes that this rank sends from step ``first`` up to (not including) ``last``; 0: nothing, or not known.
+        """Bytes that this rank sends from step ``first`` up to (not including) ``last``.
 
         Args:
             first: steps that were taken before.
             last: steps of the whole run.
             clips: whether the norm of the gradient is clipped.
         """
-        return 0
 
     @property
+    @abstractmethod
     def dense_bytes(self) -> int:
-        """Bytes that a rank would send in a step of DDP; 0: not known."""
-        return 0
+        """Bytes that a rank would send in a step of DDP."""
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -285,12 +284,6 @@ def for_config(config: object) -> type[Method]:
         f"`config` must be one of {', '.join(method.config_class.__name__ for method in known)}, got {config!r}. Give"
         " the options of a method."
     )
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """A configuration's options by name, as numbers and texts."""
-    given: dict[str, Any] = config.as_dict() if hasattr(config, "as_dict") else asdict(config)
-    return given
 
 
 def unwrapped(optimizer: object) -> object:

@@ -11,10 +11,10 @@ def show_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def show_times(ratio: float, digits: int = 3) -> str:
+def show_times(ratio: float) -> str:
     """``6.678`` is ``"6.68"``, ``1382.4`` is ``"1,380"``; no large number has an exponent."""
-    short = f"{ratio:.{digits}g}"
-    return short if "e+" not in short else f"{float(f'{ratio:.3g}'):,.0f}"
+    short = f"{ratio:.3g}"
+    return short if "e+" not in short else f"{float(short):,.0f}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.dcp import Moved
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group
@@ -45,8 +44,6 @@ class CommonStrategy(Opened):
 
     method: ClassVar[str | None] = None
     """Name of the method, if the strategy is for one only."""
-    slow_saves: ClassVar[str] = ""
-    """The remedy if checkpoints hold up the training and the user cannot set ``async_save``."""
 
     def __init__(
         self,
@@ -180,30 +177,16 @@ class CommonStrategy(Opened):
         parts = method.sharded_state_dict()
         if self._saving.sharded or self._saver.asynchronous:
             return parts
-        with self._saving.collecting():
-            return self._saver.collected(parts) or {}
+        return self._saver.collected(parts) or {}
 
-    def _write_file(self, content: dict[str, Any], path: str | Path, write: Callable[..., Any], waits: bool) -> None:
-        """Has rank 0 ``write(content, path)``: at once, while a training may wait, or beside it. Collective."""
+    def _write_file(self, content: dict[str, Any], path: str | Path, write: Callable[..., Any]) -> None:
+        """Has rank 0 ``write(content, path)``: at once, or beside training. Collective."""
         local = local_path(path)
         if self._saver.asynchronous:
             ranks = self._checkpoint_ranks()
             self._saver.save_file(local, content, lambda whole: write(whole, local or path), ranks)
             return
         Communicator().raise_on_all_ranks(lambda: write(content, path))
-        host: Any = self
-        if waits and host.num_nodes > 1:
-            said = self._saving.advice(local and local.parent, self._saver.moved, self.slow_saves)
-            if said is not None:
-                rank_zero_warn(said)
-
-    @property
-    def checkpoint_bytes(self) -> Moved:
-        """What all checkpoints so far have moved from rank to rank, ``sent`` and ``received`` by this one.
-
-        A full one moves the states to rank 0, a sharded one only the plans of ``torch.distributed.checkpoint``.
-        """
-        return self._saver.moved
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -46,7 +46,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     ``clip_gradients``, ``save`` and ``load`` work as with DDP.
 
     Args:
-        config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
+        config: the method's options.
         total_steps: steps of the whole run, if you know them.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.

@@ -82,7 +82,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint=whole, path=to, storage_options=storage_options)
 
-        self._write_file(converted, path, write, waits=True)
+        self._write_file(converted, path, write)
 
     def _content(self, state: Mapping[str, Any]) -> Content:
         content = Content()

@@ -69,7 +69,7 @@ class MethodStrategy(TrainerCheckpoints):
     checkpoint is collective: if one rank alone fails, callbacks that save on exceptions save nothing.
 
     Args:
-        config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
+        config: the method's options.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.

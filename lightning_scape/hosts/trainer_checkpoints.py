@@ -56,7 +56,6 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer = self._module.trainer
-        self._saving.begin_fit()
         if self._saving.asked == "auto":
             kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
             folders = self.broadcast([str(each.dirpath or trainer.default_root_dir) for each in kept])
@@ -96,7 +95,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
             if "optimizer_states" in checkpoint:
                 checkpoint[RNG] = states
             write = functools.partial(super().save_checkpoint, storage_options=storage_options)
-            self._write_file(checkpoint, filepath, write, waits=self._attaching)
+            self._write_file(checkpoint, filepath, write)
         if not self._attaching:  # nothing trains meanwhile: the caller expects the file to be there
             self._saver.wait()
 

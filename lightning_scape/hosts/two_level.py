@@ -42,7 +42,7 @@ class Nodes:
     """The ranks as a mesh of nodes, and what a host does with it. With one rank a node there is nothing to do.
 
     Args:
-        config: of a method. Without ``local_group_size`` and ``reshard_after_forward`` no node has several ranks.
+        config: of a method.
         wrap: class names of the modules that are gathered as a unit; empty takes the members of the model's outermost
             ModuleLists.
     """
@@ -52,7 +52,7 @@ class Nodes:
             raise ValueError(f'`wrap` must be a list of names of module classes, got {wrap!r}. Write wrap=["Block"].')
         self.config = config
         """The options; after :meth:`set_up`, with the size of a node as a number."""
-        self._asked, self._wrap = getattr(config, "local_group_size", 1), tuple(wrap)
+        self._asked, self._wrap = config.local_group_size, tuple(wrap)
         self._replaced: Any = None
         self._forget()
 
@@ -98,8 +98,7 @@ class Nodes:
                     "`local_group_size` must be the same on all ranks, got"
                     f" {min(size, size_there)} and {max(size, size_there)}. Give all nodes the same number of ranks."
                 )
-        if hasattr(self.config, "local_group_size"):
-            self.config = replace(self.config, local_group_size=size)
+        self.config = replace(self.config, local_group_size=size)
         if size == 1:
             self._forget()
             return

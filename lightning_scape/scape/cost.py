@@ -15,28 +15,21 @@ from lightning_scape.wire.values import packed_bytes
 
 
 def scape_bytes(
-    numels: Sequence[int],
-    ranks: int,
-    config: ScapeConfig,
-    *,
-    parameter_bytes: int = 4,
-    clip: bool = True,
-    sent: int | None = None,
+    numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4, sent: int | None = None
 ) -> dict[str, int]:
-    """Bytes that a rank sends in a step, by kind; exactly what the package counts.
+    """Bytes that a rank sends in a step with clipping, by kind; exactly what the package counts.
 
     Args:
         numels: entries of each parameter tensor.
         ranks: N.
         config: sparsity, wire dtype and rule of clipping are used.
         parameter_bytes: bytes of one parameter; all have one dtype.
-        clip: whether ``clip_grad_norm`` is called.
         sent: entries per block, q; None is the number at the end of the warm-up.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
     back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
     return message_bytes(config, blocks, ranks, back, sent) | {
-        "norm": norm_bytes(config, len(numels), ranks, clip=clip)
+        "norm": norm_bytes(config, len(numels), ranks, clip=True)
     }
 
 

@@ -121,9 +121,9 @@ def _cores() -> int:
         return allowed
 
 
-def _two_steps(device: torch.device, parameters: int = 1_000_000) -> tuple[float, float]:
+def _two_steps(device: torch.device) -> tuple[float, float]:
     """Seconds of two steps on this rank alone, the first of which compiles."""
-    weight = torch.nn.Parameter(torch.ones(parameters, dtype=torch.float32, device=device))
+    weight = torch.nn.Parameter(torch.ones(1_000_000, dtype=torch.float32, device=device))
     config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update="adamw")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that numba or Triton is missing is said
