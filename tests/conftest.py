@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import launcher
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():
     # Before Triton is imported: kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch.distributed as dist
+from example_modules import load_example
 from hypothesis import settings
 from poison import poisoned_empty
 
@@ -73,6 +75,12 @@ def run_ranks(worlds: dict[int, launcher.World], tmp_path_factory: pytest.TempPa
         return worlds[size].run(fn, *args, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def bench_gpu() -> ModuleType:
+    """``examples/benchmarks/gpu.py``, whose ranks without a network the tests on a GPU use, too."""
+    return load_example("gpu")
 
 
 @pytest.fixture
