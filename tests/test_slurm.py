@@ -111,7 +111,7 @@ def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for name, options in {"signal": ("--signal=SIGUSR1@70",), "none": ()}.items():
         folder = tmp_path_factory.mktemp(name)
         jobs[name] = Timed(*submit(cluster, folder, AT_FIRST, "--time=60", *options, pause=0.3, save_every=10**6))
-    for name, change in {"signal": "TimeLimit=1", "none": "EndTime=now"}.items():
+    for name, change in {"signal": "EndTime=now+75", "none": "EndTime=now"}.items():
         job, log = jobs[name]
         wait(functools.partial(trains, log), "the job trains", 300)
         cluster.run("scontrol", "update", f"jobid={job}", change)
