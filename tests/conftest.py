@@ -7,12 +7,18 @@ import os
 # Before torch is imported: the ranks of a test share few cores, and thread pools of several ranks fight over them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
+# Torchmetrics, and so Lightning, imports transformers wherever one is installed that is new enough: a quarter of the
+# time that a new process takes. pyproject.toml has the folder on this process's path, and here it comes on the others'.
+_PATHS = [str(Path(__file__).with_name("old_transformers")), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+
 import functools
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +41,15 @@ settings.register_profile("scape", deadline=None, derandomize=True, max_examples
 settings.load_profile("scape")
 
 
+LONGEST = (
+    "slurm examples two_hosts launch benchmarks matrix litgpt kernels trainer cpu two_level errors every_entry".split()
+)
+"""Files that take longest, for they wait for processes: they begin first, so that no core is idle at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="gpu: needs a CUDA device"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from launcher import run_script
 
 from lightning_scape.tools import doctor
 from lightning_scape.tools.cli import main
@@ -21,14 +22,17 @@ def test_on_a_machine_that_can_train_nothing_is_wrong(capsys: pytest.CaptureFixt
     assert said.endswith("Nothing is wrong.\n")
 
 
-def test_ranks_of_torchrun_meet_and_say_what_their_messages_mean() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "lightning_scape", "doctor"], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Nothing is wrong.") == 1  # rank 0 speaks
-    assert "All 2 ranks reach each other. An all-reduce of 8 bytes takes " in done.stdout
+def doctor_of_a_rank(rank: int, world_size: int, port: int) -> str:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return run_script(rank, world_size, "-m", "lightning_scape", "doctor")
+
+
+def test_ranks_of_torchrun_meet_and_say_what_their_messages_mean(run_ranks: Any, free_port: int) -> None:
+    first, second = run_ranks(doctor_of_a_rank, 2, free_port)
+    assert first.endswith("Nothing is wrong.\n")
+    assert "All 2 ranks reach each other. An all-reduce of 8 bytes takes " in first
+    assert second == ""  # rank 0 speaks
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:

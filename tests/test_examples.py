@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import launcher
 import pytest
@@ -93,11 +94,14 @@ def test_the_fabric_loop_learns_and_saves(run_ranks: RunRanks, tmp_path: Path) -
     assert {"model", "optimizer"} <= set(saved)
 
 
-def test_the_loop_of_torchrun_learns_and_saves(tmp_path: Path) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "torchrun_loop.py")
-    process = start(tmp_path, "log", *words)
-    assert process.wait(150) == 0, (tmp_path / "log").read_text()
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", (tmp_path / "log").read_text())]
+def run_within_the_group(rank: int, world_size: int, folder: Path, name: str) -> str:
+    with mock.patch.object(torch.distributed, "init_process_group"):  # the ranks are there already
+        return run(rank, world_size, folder, name)
+
+
+def test_the_loop_of_torchrun_learns_and_saves(run_ranks: RunRanks, tmp_path: Path) -> None:
+    said = run_ranks(run_within_the_group, 2, tmp_path, "torchrun_loop.py")[0]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] / 4
     saved = torch.load(tmp_path / "out" / "torchrun_loop.pt", weights_only=True)
     assert set(saved) == {"model", "optimizer"}

@@ -167,11 +167,10 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
 
 
 def run(args: argparse.Namespace, sparsity: float, dtype: str) -> dict[str, Any]:
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    results = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        mp.spawn(measure, (args, sparsity, dtype, store, results), nprocs=args.ranks)
+        given = args, sparsity, dtype, str(Path(folder) / "store"), results
+        mp.start_processes(measure, given, nprocs=args.ranks, start_method="fork")
     return results.get()
 
 
