@@ -11,8 +11,9 @@ from pathlib import Path
 
 # Torchmetrics, and so Lightning, imports transformers wherever one is installed that is new enough: a quarter of the
 # time that a new process takes. pyproject.toml has the folder on this process's path, and here it comes on the others'.
-_PATHS = [str(Path(__file__).with_name("old_transformers")), os.environ.get("PYTHONPATH")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).with_name("old_transformers")), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import functools
 import shutil
@@ -41,9 +42,7 @@ settings.register_profile("scape", deadline=None, derandomize=True, max_examples
 settings.load_profile("scape")
 
 
-LONGEST = (
-    "slurm examples two_hosts launch benchmarks matrix litgpt kernels trainer cpu two_level errors every_entry".split()
-)
+LONGEST = ["slurm", "examples", "two_hosts", "launch", "benchmarks", "matrix", "litgpt", "kernels", "trainer", "cpu"]
 """Files that take longest, for they wait for processes: they begin first, so that no core is idle at the end."""
 
 
