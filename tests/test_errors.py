@@ -279,8 +279,7 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
 ) -> None:
     ends = run_ranks(fit_own, len(batches), method, batches, known, options, expect_errors=True, timeout=SOON)
     for text in texts(ends):
-        assert "batch" in text
-        assert "on rank 0" in text
+        assert "as many training batches" in text
 
 
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -36,12 +36,11 @@ def once(kind: Hashable, make: Callable[[], T]) -> T | None:
     return found
 
 
-def side_group(kind: Literal["step", "checkpoint", "batch"], timeout: timedelta | None) -> ProcessGroup | None:
+def side_group(kind: str, timeout: timedelta | None) -> ProcessGroup | None:
     """A group over all ranks, for one kind of messages. The first call is collective.
 
     Args:
-        kind: ``"step"`` travels beside a step, ``"checkpoint"`` beside training, ``"batch"`` before each batch. The
-            last two in host memory: by gloo.
+        kind: ``"step"`` travels beside a step, ``"checkpoint"`` and others beside training, by gloo, in host memory.
         timeout: of the group, where this call makes it.
     """
     backend = None if kind == "step" else "gloo"

@@ -91,9 +91,6 @@ class Method(ABC):
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
     """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
-    compares_ends: ClassVar[bool] = False
-    """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
-
     form: ClassVar[Any]
     """How its states are written: a ``checkpoint.source.Form``."""
 
@@ -153,6 +150,11 @@ class Method(ABC):
         self.give_back()
 
     @classmethod
+    def steps_apart(cls, config: Any) -> int:
+        """Steps from one exchange to the next."""
+        return 1
+
+    @classmethod
     def inside_steps(cls) -> set[int]:
         """Ids of the parameters that optimizers inside those of this method are stepping at this moment."""
         return set()
@@ -163,22 +165,13 @@ class Method(ABC):
         """Before the first step, where the host learns the length of the run late; None: not known."""
         return
 
-    def announce_batch(self, batches: int, last: bool | None) -> None:
-        """Before a step: how many batches of the epoch this rank has had, and whether that is all; None: not said."""
+    def announce_batch(self, batches: int) -> None:
+        """Before a step: how many batches of the epoch this rank has had."""
         return
 
     def weights_loaded(self) -> None:
         """Parameters were overwritten from outside."""
         return
-
-    @abstractmethod
-    def request_stop(self) -> None:
-        """This rank was told to stop (SIGTERM). For a signal's handler: takes no lock, sends nothing."""
-
-    @property
-    @abstractmethod
-    def stop_requested(self) -> bool:
-        """After a step: whether all ranks stop here, for one was told to. The same on all ranks; stays True."""
 
     # --------------------------------------------------------------------------------------- what it says of itself
 

@@ -26,6 +26,7 @@ from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
 from lightning_scape.comm.restarts import start_process_group
 from lightning_scape.comm.together import Together
+from lightning_scape.comm.words import Words
 from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import registration, setup, two_level
@@ -34,6 +35,9 @@ from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO
 from lightning_scape.hosts.saving import Saving, StateDictType
+
+_HEARD_WITHIN = 8
+"""Batches after which a word of all ranks is heard at the latest."""
 
 
 class CommonStrategy(Opened):
@@ -73,6 +77,8 @@ class CommonStrategy(Opened):
             "broadcast_buffers": broadcast_buffers,
         }
         """By these ranks choose their messages, so they must be the same on all."""
+        self._words = Words(None, 1)
+        """Of all ranks, once they have met."""
         self._together = Together()
         """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
@@ -112,6 +118,14 @@ class CommonStrategy(Opened):
         check_same_setup(Communicator(), self._alike, None, host.root_device)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
         self._nodes.side_group(self.patience)
+
+    def _new_words(self) -> Words:
+        """For a run: those of an earlier one may have been left unheard. Collective."""
+        lag = min(self._method.steps_apart(self.config), _HEARD_WITHIN)
+        host: Any = self
+        # On CUDA the host is a step ahead of the device.
+        self._words = Words.beside(self.patience, max(lag, 2) if host.root_device.type == "cuda" else lag)
+        return self._words
 
     def _put_under_method(
         self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
@@ -160,6 +174,10 @@ class CommonStrategy(Opened):
                 "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"
                 " told too late. Leave it out: `async_save` writes in the background, and collects there, too."
             )
+
+    def before_save(self) -> None:
+        """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
+        self._words.before_save()
 
     def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A module's state as a file takes it: whole, on rank 0."""

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.lost_ranks import Watched, explained_messages
+from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.core.method import Method, find_all, progress_of
 from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
@@ -128,6 +127,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
+        self._new_words()
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
@@ -173,7 +173,10 @@ class FabricMethodStrategy(FabricCheckpoints):
         if untold := self.known.untold():
             self._tell(untold)
         before = progress_of(optimizer).ended
-        result = super().optimizer_step(optimizer, **kwargs)
+        self._words.hear(self._words.lag - 1)
+        self._words.say()
+        with self._words.explaining():
+            result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):
             if method.progress().steps == self.total_steps:
                 method.finish()
@@ -189,15 +192,9 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
-        self._meet("sync()")
         for method in self.known.methods_of_all_ranks():
             method.finish()
         self._look_at_buffers("end")
-
-    @override
-    def _meet(self, what: str) -> None:
-        if (channel := self.known.channel) is not None:
-            Communicator(channel.group, Watched(channel)).meet(what)
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:
@@ -272,15 +269,14 @@ class FabricMethodStrategy(FabricCheckpoints):
     def request_stop(self) -> None:
         """Says that this rank was told to stop (SIGTERM); may be called by a signal's handler.
 
-        All ranks learn it in the same step: see :attr:`stop_requested`.
+        All ranks hear it in the same step: see :attr:`stop_requested`.
         """
-        for method in self.known.methods():
-            method.request_stop()
+        self._words.stop = True
 
     @property
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
-        return any(method.stop_requested for method in self.known.methods())
+        return self._words.stop_heard
 
 
 class Known:
@@ -293,8 +289,6 @@ class Known:
         """Optimizers under the method, as the user steps them, with their numbers; all ranks count alike."""
         self._count = 0
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.channel: Channel | None = None
-        """The channel of the steps' messages."""
         self._watch: Watch | None = None
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
@@ -329,8 +323,6 @@ class Known:
         """Notes an optimizer that the user steps."""
         self._numbers[optimizer] = self._count
         self._count += 1
-        for method in find_all([optimizer]):
-            self.channel = method.communicator.watched.channel
 
     def close_those_replaced_by(self, optimizer: Optimizer) -> None:
         """For a method that works in hooks of the user's optimizers: those of the same parameters must not go on.

@@ -28,10 +28,6 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     """Base of Fabric's strategies."""
 
     @abstractmethod
-    def _meet(self, what: str) -> None:
-        """Before messages of all ranks: if a rank steps instead, all raise an error at once. Collective."""
-
-    @abstractmethod
     def _look_at_buffers(self, occasion: str) -> None:
         """Before a save: are the modules' buffers equal on all ranks? Collective."""
 
@@ -52,7 +48,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
-        self._meet("a save")
+        self.before_save()
         self._look_at_buffers("save")
         special = storage_options is not None or filter is not None
         if self._saving.asked == "auto":
@@ -106,8 +102,6 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     ) -> dict[str, Any]:
         self._saver.wait()
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
-        if ours:
-            self._meet("a load")
         # Without an optimizer of ours a rank may read alone, as with DDP.
         ranks = Communicator() if ours else Communicator.alone()
         if saver.is_directory(path, ranks):

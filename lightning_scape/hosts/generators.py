@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.hosts import requeue
+from lightning_scape.hosts import guests
 
 
-class Generators(requeue.Guest):
+class Generators(guests.Guest):
     """Sets the generators where a fit begins, and again where draws have been made that must not count.
 
     Args:
@@ -85,5 +85,5 @@ def _validation_was_due(trainer: Trainer) -> bool:
 def attach(trainer: Trainer, saved: Tensor) -> Generators:
     """While a fit takes up a checkpoint: before all other callbacks, which may draw."""
     guest = Generators(saved)
-    requeue.callbacks_of(trainer).insert(0, guest)
+    guests.callbacks_of(trainer).insert(0, guest)
     return guest

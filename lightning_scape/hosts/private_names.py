@@ -50,6 +50,11 @@ def checkpoints(trainer: Trainer) -> Any:
     return trainer._checkpoint_connector
 
 
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the present batch ends without a step, with automatic optimization."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
 def logged_step(trainer: Trainer) -> int:
     """The loggers' step axis for what is logged after a batch; the Trainer's own callbacks read it, too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_scape.checkpoint.inspection import resume_path, verify
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.hosts import failing, last_window, preemption, requeue
+from lightning_scape.hosts import guests, requeue
 from lightning_scape.hosts.private_names import checkpoints
 
 Resume = Literal["auto"] | None
@@ -64,9 +64,6 @@ class Resumption:
         if trainer.state.fn != TrainerFn.FITTING:
             _resume_by(trainer, None)
             return
-        requeue.detach(trainer)
-        for each in (requeue, preemption, failing, last_window):
-            each.attach(trainer)
         self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
@@ -80,7 +77,6 @@ class Resumption:
         if trainer is None:
             return
         vars(checkpoints(trainer)).pop("resume_start", None)
-        requeue.detach(trainer)
         if self._window is not None:
             trainer.accumulate_grad_batches = 1
 
@@ -118,7 +114,7 @@ def _check_accumulation(trainer: Trainer) -> None:
     problem = None
     if trainer.accumulate_grad_batches != 1:
         problem = f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave that out: it follows"
-    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in requeue.callbacks_of(trainer)):
+    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in guests.callbacks_of(trainer)):
         problem = "a GradientAccumulationScheduler. Leave it out, or `batches_per_step`"
     if problem is None and not trainer.lightning_module.automatic_optimization:
         problem = "manual optimization, where only your module knows its steps. Leave `batches_per_step` out"
@@ -140,7 +136,7 @@ def _window(batches_per_step: int, ranks: int) -> int:
 
 def _folders(trainer: Trainer) -> list[str]:
     """Where the Trainer's checkpoints are, this start's and earlier ones."""
-    callbacks = [callback for callback in requeue.callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
+    callbacks = [callback for callback in guests.callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
     distant = [folder for folder in folders if "://" in folder]
     if len(folders) < len(callbacks) or not callbacks or distant:

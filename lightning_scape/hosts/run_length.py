@@ -7,9 +7,7 @@ import math
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.epoch_end import check_lengths
-from lightning_scape.hosts.requeue import callbacks_of
+from lightning_scape.hosts.guests import callbacks_of
 
 
 def steps_of_run(trainer: Trainer) -> float | None:
@@ -44,19 +42,9 @@ def _by_epochs(trainer: Trainer) -> list[float]:
     return [sum(math.ceil(batches / accumulated) for accumulated in each_epoch)]
 
 
-def compare_lengths(trainer: Trainer) -> None:
-    """Raises on every rank if ranks take different numbers of batches before the run ends. Collective.
-
-    With manual optimization nobody knows where steps end: nothing is compared.
-    """
-    if trainer.lightning_module.automatic_optimization:
-        batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
-        met = min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
-        check_lengths(Communicator(), batches, met)
-
-
-def ends_epoch(trainer: Trainer, ends_step: bool = True) -> bool:
+def ends_epoch(trainer: Trainer) -> bool:
     """Whether this rank's epoch ends with this batch, and the run does not end with its step."""
     loop = trainer.fit_loop.epoch_loop
-    ends_run = ends_step and 0 <= loop.max_steps <= loop.global_step + 1
+    steps = loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0  # on the ranks that go on, too
+    ends_run = steps and 0 <= loop.max_steps <= loop.global_step + 1
     return loop.batch_progress.is_last_batch and not ends_run

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method, find_all
-from lightning_scape.hosts.requeue import callbacks_of
+from lightning_scape.hosts.guests import callbacks_of
 
 _HOOK = "post_backward"
 _OF_CALLBACKS = ("on_after_backward", "on_before_optimizer_step")

@@ -8,7 +8,6 @@ gradient is reduced in the backward pass), and each optimizer is put under a
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,22 +27,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
-from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import find_all, progress_of
-from lightning_scape.hosts import ending, preemption, setup, two_level
-from lightning_scape.hosts.last_window import end_before_statistics
-from lightning_scape.hosts.requeue import callbacks_of
+from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
 from lightning_scape.hosts.resume import Resume, Resumption
-from lightning_scape.hosts.run_length import (
-    compare_lengths,
-    ends_epoch,
-    steps_of_optimizer,
-    steps_of_run,
-)
+from lightning_scape.hosts.run_length import steps_of_optimizer, steps_of_run
 from lightning_scape.hosts.saving import StateDictType
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
@@ -53,7 +43,8 @@ _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 def _check_callbacks(trainer: Trainer) -> None:
     """Raises ``ValueError`` for callbacks that a sharded module cannot have."""
-    if found := [type(each).__name__ for each in callbacks_of(trainer) if isinstance(each, _OF_WHOLE_PARAMETERS)]:
+    callbacks = guests.callbacks_of(trainer)
+    if found := [type(each).__name__ for each in callbacks if isinstance(each, _OF_WHOLE_PARAMETERS)]:
         raise ValueError(
             f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs"
             " whole ones. Leave it out, or leave out `local_group_size`."
@@ -137,6 +128,7 @@ class MethodStrategy(TrainerCheckpoints):
             start_method=start_method,
         )
         self._interrupted = False
+        self._signals: signals.Signals | None = None
         self._shared_nans = SharedNans()
 
     @override
@@ -154,6 +146,11 @@ class MethodStrategy(TrainerCheckpoints):
         if self.lightning_module is not None:
             self._together.attach(trainer := self.lightning_module.trainer)
             Communicator().raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
+            if trainer.state.fn == TrainerFn.FITTING:
+                guests.detach(trainer)
+                self._signals = signals.Signals(trainer, self._new_words())
+                guests.insert(trainer, self._signals)
+                last_window.attach(trainer, self._words)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -198,7 +195,6 @@ class MethodStrategy(TrainerCheckpoints):
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
         # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
-        compare_lengths(trainer)
         self._steps, taken = steps_of_run(trainer), methods[0].progress().steps
         for each in methods:
             each.expect_steps(steps_of_optimizer(trainer, taken))
@@ -207,19 +203,9 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        trainer = self._module.trainer
-        end_before_statistics(trainer, batch_idx)
-        if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
-            return
-        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
-        if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            ranks = Communicator(side_group("batch", self.patience))
-            compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
-
-    @property
-    def _steps_compare_ends(self) -> bool:
-        """Whether a step's own message says that an epoch ends: in time, and at no cost to the host."""
-        return self._method.compares_ends and not self._nodes.several and self.root_device.type != "cuda"
+        assert self._signals is not None
+        last_window.end_before_statistics(self._module.trainer, batch_idx)
+        self._signals.before_batch(self._module.trainer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -229,10 +215,10 @@ class MethodStrategy(TrainerCheckpoints):
         if self._nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
         if method is not None:
-            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
+            method.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         before = progress_of(optimizer).ended
-        result = super().optimizer_step(optimizer, *args, **kwargs)
+        with self._words.explaining():
+            result = super().optimizer_step(optimizer, *args, **kwargs)
         if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
             self._look_at_buffers(occasion)
         if method is None:
@@ -272,7 +258,7 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
-        self._interrupted = not preemption.ends_together(exception)
+        self._interrupted = not signals.ends_together(exception)
         for each in self._attached if self._interrupted else []:
             each.communicator.watched.tell(exception, ends=True)  # others may wait for this rank's next step
 
@@ -291,6 +277,9 @@ class MethodStrategy(TrainerCheckpoints):
 
     def _put_back(self) -> None:
         """Puts the Trainer's own parts back."""
+        if self._signals is not None:
+            guests.detach(self._module.trainer)
+            self._signals = None
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._shared_nans.detach(self.precision_plugin)
 

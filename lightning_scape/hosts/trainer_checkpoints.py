@@ -23,9 +23,9 @@ from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint,
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
-from lightning_scape.hosts import generators, last_window
+from lightning_scape.hosts import generators
+from lightning_scape.hosts.guests import callbacks_of
 from lightning_scape.hosts.private_names import checkpoints
-from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.schedulers import as_data, with_live
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
@@ -230,7 +230,7 @@ class Dump(Together):
 
     def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning would have given, with schedulers' states as data. Collective."""
-        last_window.meet(self._connector.trainer, "a save")
+        self._connector.trainer.strategy.before_save()
         with self.inside():
             checkpoint: dict[str, Any] = type(self._connector).dump_checkpoint(self._connector, weights_only)
             if "lr_schedulers" in checkpoint:

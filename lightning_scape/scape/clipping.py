@@ -50,8 +50,8 @@ class GradientClipping:
         self._strict = False
         self._standing: Standing | None = None
         self.found_inf: tuple[OnItsWay, bool, Standing | None] | None = None
-        """On CUDA, about the step before: its scale, whether ranks were together, and how many were told to stop, on
-        their way to host memory; whether its norm must be finite; its standing."""
+        """On CUDA, about the step before: its scale, and whether ranks were together, on their way to host memory;
+        whether its norm must be finite; its standing."""
 
     def forget(self) -> None:
         """Drops what was recorded: its gradient is gone."""
@@ -188,7 +188,7 @@ class GradientClipping:
             self._count(scale)
             return
         assert answer is not None
-        found = torch.stack([scale, answer.together.to(scale.dtype), answer.stops.to(scale.dtype)])
+        found = torch.stack([scale, answer.together.to(scale.dtype)])
         self.found_inf = (OnItsWay(found), strict, standing)
 
     def wait_found_inf(self) -> None:
@@ -202,8 +202,7 @@ class GradientClipping:
         if self.found_inf is not None:
             found, strict, standing = self.found_inf
             self.found_inf = None
-            scale, together, stops = found.read().unbind()
-            self.first_message.stopping = bool(stops)
+            scale, together = found.read().unbind()
             if not together:
                 assert standing is not None
                 self.first_message.raise_apart(standing)

@@ -48,7 +48,7 @@ def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int
 def norm_bytes(config: ScapeConfig, parameters: int, ranks: int, *, clip: bool) -> int:
     """Bytes that a rank sends in the first message of a step; ``parameters`` says how many tensors there are."""
     entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
-    return 2 * 4 * (entries + packed_size(parameters + 2, ranks) + DIGITS) * (ranks - 1) // ranks
+    return 2 * 4 * (entries + packed_size(parameters, ranks) + DIGITS) * (ranks - 1) // ranks
 
 
 def message_bytes(

@@ -1,7 +1,7 @@
 """The first message of a step: the norm, and whether all ranks are at the same step with the same settings.
 
 One all-reduce. Besides the measured norm it carries a digest of what must be the same on all ranks (:class:`Standing`),
-and flags: which parameters have a gradient on this rank, whether its epoch ends, whether it was told to stop.
+and flags: which parameters have a gradient on this rank.
 
 A digest is three whole numbers ``x``, small enough that fp32 adds up those of ``N`` ranks exactly. Where all are equal,
 ``sum(x) = N x`` on every rank. If they differ, that holds on a rank only by chance, once in ``2**60`` steps (N = 16).
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.epoch_end import EpochEnd
 from lightning_scape.core.parameters import HYPERPARAMETERS
 from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
 
@@ -73,8 +72,6 @@ class Answer(NamedTuple):
     """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the CPU knows that all have."""
     together: Tensor
     """0-dim bool: whether all ranks are at the same step."""
-    stops: Tensor
-    """0-dim: ranks that were told to stop."""
 
 
 class FirstMessage:
@@ -88,13 +85,8 @@ class FirstMessage:
 
     def __init__(self, communicator: Communicator, node: Communicator, parameters: int) -> None:
         self.communicator, self.node = communicator, node
-        self.epoch_end = EpochEnd(communicator)
-        self.stop = False
-        """Whether this rank was told to stop."""
-        self.stopping = False
-        """Whether some rank had been, at the last first message."""
         if (channel := communicator.watched.channel) is not None:
-            length = 1 + packed_size(parameters + 2, communicator.world_size) + DIGITS
+            length = 1 + packed_size(parameters, communicator.world_size) + DIGITS
             channel.length = max(channel.length, length + channel.sketched)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
@@ -108,7 +100,6 @@ class FirstMessage:
         Raises:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
                 :meth:`raise_apart` does that later, and the step is one that changes nothing.
-            ValueError: ranks run out of batches at different steps.
         """
         if self.communicator.world_size == 1:
             return self._over_node(self._alone(measured, flags), None)
@@ -126,34 +117,29 @@ class FirstMessage:
     def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
         """The answer of the ranks with the same rows; on the CPU also an error that ranks with other rows must know."""
         ranks, device, error = self.communicator.world_size, measured.device, None
-        packed, digest = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks), standing.digest(ranks)
+        packed, digest = pack_flags(flags, ranks), standing.digest(ranks)
         carried = ops.to_device(torch.cat([packed, digest]), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
         measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
-        counts = count_flags(packed, len(flags) + 2, ranks)
+        counts = count_flags(packed, len(flags), ranks)
         together = (digests == ops.to_device(digest, device) * ranks).all()
         try:
-            if device.type == "cpu":
-                self.stopping = bool(counts[-1])
-                if not together:
-                    self.raise_apart(standing)
-            self.epoch_end.compare(counts[-2])
-        except (RuntimeError, ValueError) as raised:
+            if device.type == "cpu" and not together:
+                self.raise_apart(standing)
+        except RuntimeError as raised:
             if self.node.world_size == 1:
                 raise
             error = raised
-        present = (counts[:-2] != 0).float()
+        present = (counts != 0).float()
         unknown = device.type != "cpu" or not bool(present.all())
         mean = measured / ranks
         norm = mean.sum().sqrt() if len(mean) == 1 else torch.linalg.vector_norm(mean)
-        return Answer(norm, present if unknown else None, together, counts[-1]), error
+        return Answer(norm, present if unknown else None, together), error
 
     def _alone(self, measured: Tensor, flags: Sequence[bool]) -> Answer:
-        self.stopping = self.stop
         present = None if all(flags) else torch.tensor(flags, dtype=torch.float32, device="cpu")
-        known = torch.ones_like(measured[0]), torch.full_like(measured[0], self.stop)
         present = None if present is None else ops.to_device(present, measured.device)
-        return Answer(measured.sum().sqrt(), present, *known)
+        return Answer(measured.sum().sqrt(), present, torch.ones_like(measured[0]))
 
     def _over_node(self, answer: Answer, error: Exception | None) -> Answer:
         """The answer with the norm of the whole gradient. What the ranks of some rows know, all learn. Collective."""
@@ -161,14 +147,12 @@ class FirstMessage:
             return answer
         norm = answer.norm
         well = answer.together if error is None else torch.zeros_like(norm)
-        facts = torch.stack([norm, well.to(norm.dtype), answer.stops.to(norm.dtype)])
+        facts = torch.stack([norm, well.to(norm.dtype)])
         everyone = self.node.all_gather_stacked(facts)
-        together, stops = everyone[:, 1].all(), everyone[:, 2].sum()
-        if norm.device.type == "cpu":
-            self.stopping = bool(stops)
-            if not together:
-                self.node.raise_together(error)
-        return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
+        together = everyone[:, 1].all()
+        if norm.device.type == "cpu" and not together:
+            self.node.raise_together(error)
+        return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together)
 
     def raise_apart(self, standing: Standing) -> None:
         """Raises on every rank what is wrong, from every rank's standing. Collective: all know that they differ."""

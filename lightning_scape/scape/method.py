@@ -67,7 +67,7 @@ class ScapeMethod(Method):
     config_class = ScapeConfig
     form = FORM
     shown = ("density", "compression", "grad_norm")
-    exchanges_every_step = clips = compares_ends = True
+    exchanges_every_step = clips = True
     optimizer: ScapeOptimizer
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
@@ -124,21 +124,12 @@ class ScapeMethod(Method):
         self.optimizer.expect_steps(total_steps)
 
     @override
-    def announce_batch(self, batches: int, last: bool | None) -> None:
-        self.optimizer.announce_batch(batches, last)
+    def announce_batch(self, batches: int) -> None:
+        self.optimizer.announce_batch(batches)
 
     @override
     def weights_loaded(self) -> None:
         self.optimizer.mark_masters_stale()
-
-    @override
-    def request_stop(self) -> None:
-        self.optimizer.request_stop()
-
-    @property
-    @override
-    def stop_requested(self) -> bool:
-        return self.optimizer.stop_requested
 
     @override
     def progress(self) -> Progress:

@@ -101,7 +101,7 @@ class Opening:
             return None
         standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD, batch=None)
         with self._comm.watched.at(f"a backward pass after step {calls}"):
-            return self.message.exchange(squared_norm(grads, self._parameters.device), [], standing).norm
+            return self.message.exchange(squared_norm(grads, self._parameters.device), [True], standing).norm
 
     def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
         """What must be the same on all ranks in this step."""

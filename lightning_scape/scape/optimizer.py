@@ -173,7 +173,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), gradients have changed since
                 they were clipped; or ranks are at different steps or settings: nothing of the step is applied then.
-            ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
         """
         loss = None
         if closure is not None:
@@ -308,29 +307,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
 
-    def announce_batch(self, batches: int, last: bool | None = None) -> None:
-        """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
-
-        Called by the Trainer's strategy. The step raises on every rank where ranks are at different batches
-        (``RuntimeError``), or where only some are at their last one (``ValueError``): they would leave the others
-        waiting. It costs no message. With ``last`` the CPU waits for the norm on CUDA; None does not say. All ranks
-        announce a step, or none.
-        """
+    def announce_batch(self, batches: int) -> None:
+        """Says, before a step, how many batches of the epoch this rank has had: :meth:`step` compares it at no cost."""
         self.engine.opening.batch = batches
-        if last is not None:
-            self.engine.opening.message.epoch_end.announce(batches, last)
-
-    def request_stop(self) -> None:
-        """Says that this rank was told to stop; the next step's first message tells all ranks."""
-        self.engine.opening.message.stop = True
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether some rank had called :meth:`request_stop` before the last step's first message.
-
-        The same on all ranks after the same step; on CUDA one step later, so that the CPU does not wait.
-        """
-        return self.engine.opening.message.stopping
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.

@@ -78,18 +78,14 @@ class SparseLoCoMethod(Method):
 
     @classmethod
     @override
+    def steps_apart(cls, config: SparseLoCoConfig) -> int:
+        return config.sync_every
+
+    @classmethod
+    @override
     def inside_steps(cls) -> set[int]:
         stepping = [loco for each in SparseLoCo._of.values() if (loco := each()) is not None and loco._stepping]
         return {id(p) for loco in stepping for group in loco.optimizer.param_groups for p in group["params"]}
-
-    @override
-    def request_stop(self) -> None:
-        self.loco.request_stop()
-
-    @property
-    @override
-    def stop_requested(self) -> bool:
-        return self.loco.stop_requested
 
     @override
     def progress(self) -> Progress:

@@ -16,7 +16,6 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
-from lightning_scape.comm.stop_word import Stoppable, StopWord
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
@@ -28,7 +27,7 @@ from lightning_scape.sparseloco.stats import ExchangeStats
 from lightning_scape.sparseloco.windows import Windows
 
 
-class SparseLoCo(setup.NotCopied, Stoppable):
+class SparseLoCo(setup.NotCopied):
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::
@@ -133,7 +132,6 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         )
         self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, node)
         self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
-        self._stop_word = StopWord(self.everyone)
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
         self._inner = checkpoint.InnerLoads(optimizer, self.load_state_dict)
@@ -168,7 +166,6 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         if self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
             self._stepping = False
             self.windows.after_step()
-            self.stop_requested = self._stop_word.ends()
 
     @entry
     def sync(self) -> None:
@@ -192,7 +189,6 @@ class SparseLoCo(setup.NotCopied, Stoppable):
     def close(self) -> None:
         """Takes the hooks off the optimizer: it steps on its own from now on. What is on its way arrives first."""
         self.windows.wait_for_others()
-        self._stop_word.close()
         for hook in self._hooks:
             hook.remove()
         SparseLoCo._of.pop(self.optimizer, None)

@@ -1,0 +1,147 @@
+"""One word of all ranks before each batch: who was told to stop or to save, whose epoch ends, who is in a save.
+
+A signal may reach one rank or all, between any two messages. So its handler only notes it, and the next word, 16 bytes
+on a gloo group of its own, brings it to all ranks: they hear it after the same batch, with gloo and with NCCL alike.
+Words are under way while ranks train. Ranks that say different things where all must say the same raise, each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_scape.comm.beside import side_group
+from lightning_scape.comm.collectives import ProcessGroup
+
+_POLL_SECONDS = 0.02
+
+
+class Word(NamedTuple):
+    """How many ranks say it."""
+
+    stop: int
+    save: int
+    last: int
+    saving: int
+
+
+class Words:
+    """A rank's part in this.
+
+    Args:
+        group: of words alone, on gloo; None: there is one rank.
+        lag: batches after which a word is heard, so that nothing waits for it.
+    """
+
+    _failures: ClassVar[int] = 0
+    """Fits that an error has ended: some rank may have said a word that no other one answers on that group."""
+
+    def __init__(self, group: ProcessGroup | None, lag: int) -> None:
+        self._group, self.lag = group, lag
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self.stop = self.save = False
+        """What this rank was told; a signal's handler sets it."""
+        self.stop_heard = self.save_heard = False
+        """What some rank was told, as all have heard."""
+
+    @classmethod
+    def beside(cls, timeout: timedelta | None, lag: int) -> Words:
+        """Over all ranks. Collective."""
+        return cls(side_group(f"word {cls._failures}", timeout), lag)
+
+    def __reduce__(self) -> tuple[type[Words], tuple[None, int]]:
+        """A copy is alone."""
+        return Words, (None, self.lag)
+
+    def say(self, *, last: bool = False, saving: bool = False) -> None:
+        """Says a word; all ranks say as many. ``last``: this rank's epoch ends. ``saving``: it is in a save."""
+        word = torch.tensor([self.stop, self.save, last, saving], dtype=torch.int32, device="cpu")
+        work = None if self._group is None else dist.all_reduce(word, group=self._group, async_op=True)
+        self._under_way.append((work, word))
+
+    def hear(self, keep: int = 0) -> None:
+        """Hears words until so many are under way.
+
+        Raises:
+            ValueError: some ranks have no more batches, and others have; on every rank.
+            RuntimeError: some ranks save, and others do not; on every rank.
+        """
+        while len(self._under_way) > keep:
+            work, word = self._under_way.popleft()
+            if work is not None:
+                work.wait()
+            heard = Word(*word.tolist())
+            self.stop_heard |= heard.stop > 0
+            self.save_heard |= heard.save > 0
+            self._check(heard)
+
+    def before_save(self) -> None:
+        """Before messages of a save, which all ranks make together. Collective; it waits for the word."""
+        self.say(saving=True)
+        self.hear()
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around messages of a step: raises what words that have arrived by then say is wrong, else they fail in vain.
+
+        The word of the batch itself is left alone as to its end: in a last batch all ranks step once more.
+        """
+        self._look()
+        try:
+            yield
+        except RuntimeError:
+            self._look()
+            raise
+
+    def _look(self) -> None:
+        for place, (work, word) in enumerate(self._under_way):
+            if not _has_arrived(work):
+                return
+            heard = Word(*word.tolist())
+            self._check(heard._replace(last=0) if place == len(self._under_way) - 1 else heard)
+
+    def all_arrived(self) -> Word | None:
+        """The last word said, if all ranks have said it; None: not yet."""
+        work, word = self._under_way[-1]
+        return Word(*word.tolist()) if _has_arrived(work) else None
+
+    def all_failed(self, seconds: float) -> bool:
+        """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
+        Words._failures += 1
+        self.say(saving=True)
+        deadline = time.monotonic() + seconds
+        while (heard := self.all_arrived()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return heard is not None and heard.saving == self.ranks
+
+    def _check(self, heard: Word) -> None:
+        if 0 < heard.saving < self.ranks:
+            raise RuntimeError(
+                f"All ranks must save together, got {heard.saving} of {self.ranks} ranks in a save (or ended by an"
+                " error of their own: look at their output). Save on all ranks or on none: every rank has a part of"
+                " the optimizer's state, so don't ask `is_global_zero` before `save_checkpoint`."
+            )
+        if 0 < heard.last < self.ranks:
+            raise ValueError(
+                f"All ranks must have as many training batches in an epoch, got {heard.last} of {self.ranks} ranks that"
+                " have no more, while others have. Leave it to Lightning to divide the data"
+                " (`use_distributed_sampler`), drop the surplus (`drop_last=True`, or `limit_train_batches` at the"
+                " smallest number), or repeat batches."
+            )
+
+
+def _has_arrived(work: Any) -> bool:
+    if work is None:
+        return True
+    with contextlib.suppress(RuntimeError):  # it has failed: somebody is gone
+        return bool(work.is_completed() and work.wait())
+    return False

@@ -1,0 +1,188 @@
+"""SIGTERM and SLURM's signal under the Trainer: all ranks end, or save, after the same batch.
+
+Lightning's handlers send messages and save wherever their rank is, also between messages that others wait for. Here
+they only note the signal, and the batch's word brings it to all ranks. Then all goes on as with Lightning: by its flag
+the fit ends after this batch, callbacks save what they save on an exception; or its own handler saves and requeues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_scape.comm.words import Words
+from lightning_scape.hosts import guests
+from lightning_scape.hosts.private_names import BROADCAST, REQUEUE_HANDLER, SIGTERM_HANDLER, accumulates, signals
+from lightning_scape.hosts.run_length import ends_epoch
+
+FAILING_SECONDS = 3.0
+"""How long a rank that has met an error waits for all others to meet one, too, before callbacks save on it."""
+
+
+def ends_together(exception: BaseException) -> bool:
+    """Whether it ends the fit on all ranks after the same batch, so that they go on sending each other messages."""
+    return isinstance(exception, SIGTERMException)
+
+
+class Signals(guests.Guest):
+    """Notes signals in place of Lightning's handlers, and does what those do when all ranks have heard of them.
+
+    Args:
+        trainer: the one that gets the signals; its handlers are not registered yet.
+        words: say what was noted.
+    """
+
+    def __init__(self, trainer: Trainer, words: Words) -> None:
+        self._words, self._launcher = words, trainer.strategy.launcher
+        self._requeue = getattr(signals(trainer), REQUEUE_HANDLER)
+        self._signum, self._has_saved, self._has_said = 0, False, False
+        self._silenced: list[Callback] = []
+        setattr(signals(trainer), SIGTERM_HANDLER, self._note_stop)
+        setattr(signals(trainer), REQUEUE_HANDLER, self._note_save)
+        setattr(trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is nobody's handler."""
+        return {**vars(self), "_launcher": None, "_requeue": None, "_silenced": []}
+
+    def _note_stop(self, signum: int, frame: Any) -> None:
+        if self._launcher is not None and not self._words.stop:
+            self._launcher.kill(signum)  # the ranks that it started, as Lightning does
+        self._words.stop = True
+
+    def _note_save(self, signum: int, frame: Any) -> None:
+        self._signum, self._words.save = signum, not self._has_saved
+
+    # ------------------------------------------------------------------------------------------- batches
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Says the word, once the batch is there. An epoch's end in which others do not step is heard at once."""
+        self._words.say(last=ends_epoch(trainer))
+        loop = trainer.fit_loop.epoch_loop
+        if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
+            self._words.hear()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch without a step ends before the word of its own has come."""
+        lag = max(self._words.lag, 2) if accumulates(trainer) else self._words.lag
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or self._words.ranks == 1
+        self._words.hear(0 if last else lag - 1)
+        self._obey(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._words.hear()
+
+    def _obey(self, trainer: Trainer) -> None:
+        if self._words.save_heard and not self._has_saved and not accumulates(trainer):
+            self._has_saved, self._words.save = True, False
+            rank_zero_info(f"SLURM's signal: all ranks save after step {trainer.global_step}.")
+            with _waiting_for_files(trainer):
+                self._requeue(self._signum, None)
+        if self._words.stop_heard and not trainer.received_sigterm:
+            rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
+            signals(trainer).received_sigterm = True
+
+    # ------------------------------------------------------------------------------------------- a validation
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._has_said = False
+            self._words.hear()
+            self._obey(trainer)
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """SIGTERM on all ranks ends a validation after this batch; on some, after all of its batches."""
+        if trainer.sanity_checking or trainer.received_sigterm or not self._words.stop:
+            return
+        if not self._has_said:
+            self._has_said = True
+            self._words.say()
+        if (heard := self._words.all_arrived()) is not None and heard.stop == self._words.ranks:
+            signals(trainer).received_sigterm = True
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or trainer.received_sigterm:
+            return
+        if not self._has_said:
+            self._words.say()
+        self._words.hear()
+        self._obey(trainer)
+
+    # ------------------------------------------------------------------------------------------- an error
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
+        if ends_together(exception):
+            return
+        saving = [callback for callback in guests.callbacks_of(trainer) if _saves(callback)]
+        if self._words.all_failed(FAILING_SECONDS if saving else 0.0):
+            return
+        for callback in saving:
+            callback.on_exception = _say_nothing  # type: ignore[assignment, method-assign]
+            self._silenced.append(callback)
+        if saving:
+            warnings.warn(
+                f"All ranks must save together, got {type(exception).__name__} on rank {trainer.global_rank} and not on"
+                " all of them in the same batch: no checkpoint is saved on this exception. The last one stands.",
+                stacklevel=2,
+            )
+
+    @override
+    def leave(self, trainer: Trainer) -> None:
+        for owner, names in (
+            (signals(trainer), (SIGTERM_HANDLER, REQUEUE_HANDLER)),
+            (trainer.fit_loop.epoch_loop, (BROADCAST,)),
+            *((callback, ("on_exception",)) for callback in self._silenced),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
+        self._silenced.clear()
+
+
+def _say_nothing(*_: Any) -> None:
+    """Takes the place of a method."""
+
+
+def _saves(callback: Callback) -> bool:
+    if isinstance(callback, ModelCheckpoint):
+        return bool(callback.save_on_exception)
+    return isinstance(callback, Checkpoint) and type(callback).on_exception is not Callback.on_exception
+
+
+@contextlib.contextmanager
+def _waiting_for_files(trainer: Trainer) -> Iterator[None]:
+    """Within it ``save_checkpoint`` returns when the checkpoint is there: the job may end right after it."""
+    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
+
+    def save_and_wait(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        strategy: Any = trainer.strategy
+        strategy.wait_for_checkpoint()
+        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+            strategy.checkpoint_io.teardown()  # it waits; the next save starts it again
+        trainer.strategy.barrier()
+
+    trainer.save_checkpoint = save_and_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        vars(trainer).pop("save_checkpoint")
+        if before is not None:
+            trainer.save_checkpoint = before  # type: ignore[method-assign]
