@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_scape import ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import Step
 
 RunRanks = Callable[..., list[Any]]
@@ -63,10 +65,25 @@ def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
         "last_step",
         "step",
         "exp_avg_sq",
-        "local_exp_avg_sq",
         "missed",
     )
     return [getattr(state, name) for name in names]
+
+
+@dataclass(frozen=True)
+class DenseFirst(SparsitySchedule):
+    """Sends everything in its first steps: a default warm-up begins below that."""
+
+    dense: int = 1
+
+    def sent(self, step: int) -> int:
+        return self.quota.block_size if step < self.dense else super().sent(step - self.dense)
+
+
+def dense_first(optimizer: ScapeOptimizer, steps: int = 1) -> None:
+    """Makes an optimizer's first steps send everything."""
+    masks = optimizer.engine.masks
+    masks.schedule = DenseFirst(masks.schedule.quota, masks.schedule.warmup_steps, steps)
 
 
 class Ledger:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,20 +19,18 @@ def reference_steps(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.1,
-    bias_correction: bool = False,
 ) -> list[Tensor]:
     """The parameter after each step, in float64, written from the equations: one line each."""
     b1, b2 = betas
     theta = theta.detach().double()
     m = torch.zeros_like(theta)
     history = []
-    for t, grad in enumerate(grads, start=1):
+    for grad in grads:
         g = grad.double()
-        c = 1 - b1**t if bias_correction else 1.0
-        v = b2 * (m / c) ** 2 + (1 - b2) * g**2
+        v = b2 * m**2 + (1 - b2) * g**2
         m = b1 * m + (1 - b1) * g
         theta = (1 - lr * weight_decay) * theta
-        theta = theta - lr * (m / c) / (v.sqrt() + eps)
+        theta = theta - lr * m / (v.sqrt() + eps)
         history.append(theta)
     return history
 
@@ -64,17 +61,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).abs() / expected.abs().clamp_min(1e-3)).max().item()
 
 
-@pytest.mark.parametrize(
-    ("bias_correction", "dtype", "tolerance"), [(False, torch.float32, 1e-6), (True, torch.float64, 1e-13)]
-)
-def test_every_step_equals_the_equations(bias_correction, dtype, tolerance):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_every_step_equals_the_equations(dtype, tolerance):
     params, gradients = make_parameters(dtype), make_gradients(12, dtype)
-    options: dict[str, Any] = {
-        "lr": 3e-3,
-        "betas": (0.8, 0.97),
-        "weight_decay": 0.3,
-        "bias_correction": bias_correction,
-    }
+    options: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.97), "weight_decay": 0.3}
     expected = [
         reference_steps(param, [step[index] for step in gradients], **options) for index, param in enumerate(params)
     ]
@@ -85,19 +75,10 @@ def test_every_step_equals_the_equations(bias_correction, dtype, tolerance):
             assert relative_error(param, expected[index][t]) < tolerance
 
 
-@pytest.mark.parametrize(("bias_correction", "multiple"), [(False, 0.1 / math.sqrt(0.05)), (True, 1 / math.sqrt(0.05))])
-def test_first_step_is_045_lr_without_correction_and_447_lr_with_it(bias_correction, multiple):
-    param = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    grad = torch.tensor([1e-3, 1.0, -50.0], dtype=torch.float64)
-    train(AdamS([param], lr=1e-3, bias_correction=bias_correction), [param], [[grad]])
-    torch.testing.assert_close(param.detach(), -1e-3 * multiple * grad.sign(), rtol=1e-4, atol=0.0)
-    assert round(multiple, 2) == (4.47 if bias_correction else 0.45)
-
-
 def test_parameter_without_gradient_stands_still():
     params, gradients = make_parameters(), make_gradients(3)
-    options: dict[str, Any] = {"lr": 1e-2, "bias_correction": True}
-    # As if the step without a gradient had not been: no decay, no momentum, and bias correction by its own count.
+    options: dict[str, Any] = {"lr": 1e-2}
+    # As if the step without a gradient had not been: no decay, no momentum.
     expected = reference_steps(params[1], [gradients[0][1], gradients[2][1]], **options)[-1]
     optimizer = AdamS(params, **options)
     train(optimizer, params, gradients[:1])
@@ -112,16 +93,16 @@ def test_parameter_without_gradient_stands_still():
     assert [optimizer.state[param]["step"] for param in params] == [3, 2, 3, 3]
 
 
-@pytest.mark.parametrize(("dtype", "bias_correction"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_resume_from_state_dict_is_bitwise(tmp_path, dtype, bias_correction):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_from_state_dict_is_bitwise(tmp_path, dtype):
     params, gradients = make_parameters(dtype), make_gradients(6, dtype)
-    optimizer = AdamS(params, lr=1e-2, bias_correction=bias_correction)
+    optimizer = AdamS(params, lr=1e-2)
     train(optimizer, params, gradients[:3])
     torch.save({"params": params, "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
 
     saved = torch.load(tmp_path / "checkpoint", weights_only=True)
     resumed_params = [nn.Parameter(param.detach().clone()) for param in saved["params"]]
-    resumed = AdamS(resumed_params, lr=99.0, bias_correction=not bias_correction)
+    resumed = AdamS(resumed_params, lr=99.0)
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.param_groups[0]["lr"] == 1e-2
     for old, new in zip(params, resumed_params, strict=True):
@@ -139,27 +120,13 @@ def test_resume_from_state_dict_is_bitwise(tmp_path, dtype, bias_correction):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1e-3}, r"`lr` must be a finite number >= 0, got -0\.001"),
-        ({"eps": 0.0}, r"`eps` must be a finite number > 0, got 0\.0: .* Use for example 1e-8"),
+        ({"lr": -1e-3}, r"`lr` must be a number >= 0, got -0\.001"),
+        ({"eps": 0.0}, r"`eps` must be a number > 0, got 0\.0"),
         ({"betas": (1.0, 0.95)}, r"`betas\[0\]` must be a number in \[0, 1\), got 1\.0"),
     ],
 )
-def test_bad_options_are_refused_in_the_constructor_and_in_a_group(options, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AdamS(make_parameters(), **options)
-    params = make_parameters()
-    optimizer = AdamS(params[:1])
     with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": params[1:], **options})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_sparse_gradient_is_refused_before_anything_changes():
-    embedding, weight = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
-    embedding(torch.tensor([1])).sum().backward()
-    weight.grad = torch.ones(2)
-    optimizer = AdamS([weight, embedding.weight])
-    with pytest.raises(ValueError, match=r"dense gradients, got layout torch\.sparse_coo .* sparse=False"):
-        optimizer.step()
-    assert torch.equal(weight, torch.ones(2))
-    assert not optimizer.state
+        AdamS([{"params": make_parameters(), **options}])

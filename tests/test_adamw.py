@@ -200,17 +200,16 @@ def test_a_checkpoint_of_adamw_goes_on_with_both_moments_and_back() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_the_default_warm_up_of_a_checkpoint_holds_whatever_the_new_runs_length() -> None:
+def test_the_warm_up_of_a_checkpoint_holds_unless_another_is_set() -> None:
     params = parameters()
-    before = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9), total_steps=40)
-    assert before.schedule.warmup_steps == 40
+    before = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=40))
     train(before, params, range(3))
-    after = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9), total_steps=5000)
-    assert after.schedule.warmup_steps == 1000
+    after = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    assert after.schedule.warmup_steps == 1424
     after.load_state_dict(before.state_dict())
     assert after.schedule.warmup_steps == 40
     set_by_hand = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=7))
-    with pytest.warns(UserWarning, match="sparsity_warmup_steps=None \\(now 7\\)"):
+    with pytest.warns(UserWarning, match="sparsity_warmup_steps=40 \\(now 7\\)"):
         set_by_hand.load_state_dict(before.state_dict())
     assert set_by_hand.schedule.warmup_steps == 7
 
@@ -218,7 +217,7 @@ def test_the_default_warm_up_of_a_checkpoint_holds_whatever_the_new_runs_length(
 def test_by_default_the_wait_of_an_entry_grows_evenly() -> None:
     """By one step in 50 steps, or in 500 sqrt(rho) where that is more, until it is 1/rho (docs/design.md, 3.3)."""
     for sparsity, steps in ((0.5, 354), (0.9, 1424), (0.99, 4950), (0.999, 49_950)):
-        schedule = SparsitySchedule.of(ScapeConfig(sparsity=sparsity, update="adamw"), total_steps=30)
+        schedule = SparsitySchedule.of(ScapeConfig(sparsity=sparsity, update="adamw"))
         assert schedule.warmup_steps == steps
         block = schedule.quota.block_size
         for step in (0, 3, 49, 99, steps // 2, steps - 2):
@@ -236,7 +235,7 @@ def test_by_default_the_wait_of_an_entry_grows_evenly() -> None:
 class Simulated:
     """Two ranks in this process, by SCAPE with AdamW's settings, or by AdamW itself on the averaged gradient."""
 
-    def __init__(self, model: nn.Module, lr: float, steps: int, sparsity: float | None) -> None:
+    def __init__(self, model: nn.Module, lr: float, sparsity: float | None) -> None:
         self.model = model
         if sparsity is None:
             self.adamw = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -244,7 +243,7 @@ class Simulated:
             return
         ranks = load_example("simulated_ranks")
         config = ScapeConfig(sparsity=sparsity, update="adamw")
-        settings = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01, "total_steps": steps}
+        settings = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.01}
         self.adamw = None
         self.scape = ranks.SimulatedRanks(model, 2, config, settings)
         self.handles = self.scape.handles
@@ -273,7 +272,7 @@ def regression(lr: float, sparsity: float | None) -> float:
         x = torch.randn(8, 8, generator=generator)
         return nn.functional.mse_loss(model(x), torch.tanh(x @ direction / 3))
 
-    ranks, last = Simulated(model, lr, 400, sparsity), []
+    ranks, last = Simulated(model, lr, sparsity), []
     for step in range(400):
         ranks.step([loss, loss])
         if step >= 360:

@@ -98,7 +98,7 @@ def test_one_rank_clips_by_the_exact_norm() -> None:
 
 def test_value_clipping_clamps_at_the_fold() -> None:
     params = parameters(((50,),))
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0, **FP32))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, **FP32))
     ledger = Ledger(optimizer)
     params[0].grad = torch.linspace(-5, 5, 50)
     optimizer.clip_grad_value(1.0)

@@ -366,12 +366,8 @@ def test_updates_equal_their_twins(masked: bool, by_row: bool, waits: int, decay
         state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, last_step)))
         again = module.update_adamw(state, mask, total, own, row_numbers, 4)
         results.append([*state, again])
-        for noise in (second, None):
-            state = ops.ShardState(theta.clone(), moment.clone(), noise, last_step.clone())
-            again = module.update_adams(state, mask, total, row_numbers, 0.3)
-            results[-1] += [state.theta, state.exp_avg, state.last_step, again]
     for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
-        if not ours.is_floating_point() or (waits == 1 and place not in (0, 5, 9)):  # all but parameters
+        if not ours.is_floating_point() or (waits == 1 and place):  # all but parameters
             assert_same_bits(ours, theirs)
         else:
             torch.testing.assert_close(ours, theirs, rtol=4e-6, atol=4e-5)

@@ -21,7 +21,7 @@ def weights() -> list[nn.Parameter]:
 def scape(rank: int, default: torch.dtype) -> list[Tensor]:
     params, steps = weights(), [gradients(weights(), rank, step) for step in range(5)]
     torch.set_default_dtype(default)
-    config = ScapeConfig(sparsity=0.99, dense_steps=1, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=2)
     optimizer = ScapeOptimizer(params, config=config)
     for grads in steps:
         for parameter, grad in zip(params, grads, strict=True):

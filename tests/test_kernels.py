@@ -81,7 +81,7 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
 
 WITH_EXAMPLES = (
     *("pack_mask", "unpack_mask", "scatter_params"),
-    *("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw", "gather_params"),
+    *("select", "fold", "compact", "quantize", "dequantize", "update_adamw", "gather_params"),
 )
 
 
@@ -169,11 +169,10 @@ class TestFarAway:
         )
         assert chosen.tolist() == [[0], [5], [10]]
 
-    @pytest.mark.parametrize("update", ["adams", "adamw"])
-    def test_update(self, update: str) -> None:
+    def test_update(self) -> None:
         mask, total = torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3.0], [-2.0]])
         theta, one = torch.tensor([[1.0], [3.0]]), torch.ones(())
-        # First and second moment (the noise, for AdamS) and last_step.
+        # First and second moment and last_step.
         near = [torch.zeros(2, 4), torch.tensor([[0.0] * 4, [5.0] * 4]), torch.zeros(2, 4, dtype=torch.int32)]
         far = [FarAway(FAR + 4).rows(4, dtype) for dtype in ("float32", "float32", "int32")]
         for matrix, values in zip(far, near, strict=True):
@@ -183,10 +182,7 @@ class TestFarAway:
             thetas.append(theta.clone())
             shard = ops.ShardState(thetas[-1], first, second, last_step)
             rest = torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32)
-            if update == "adams":
-                module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0)
-            else:
-                module.update_adamw(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
+            module.update_adamw(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])
         assert not torch.equal(thetas[0], theta)
         for matrix, expected in zip(far, near, strict=True):

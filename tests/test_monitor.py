@@ -102,7 +102,7 @@ def test_a_run_is_announced_with_the_steps_that_its_optimizer_takes(run_ranks: A
 
 def _densities(rank: int, world_size: int) -> list[float]:
     recorder = Recorder()
-    strategy = ScapeStrategy(sparsity=0.9, block_size=10, dense_steps=1, sparsity_warmup_steps=3)
+    strategy = ScapeStrategy(sparsity=0.99, sparsity_warmup_steps=3)
     make_trainer(strategy, callbacks=[ScapeMonitor(1)], logger=[recorder]).fit(Regression())
     return [metrics["scape/density"] for _, metrics in recorder.records]
 

@@ -4,42 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from optimizer_helpers import FP32, RunRanks, parameters, set_gradients
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.core.tensors import piece_views
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
-    """The figures of the fourth step, and the share of its energy that left the residual."""
+def collect_stats(rank: int, world_size: int) -> Any:
+    """The figures of the fourth step."""
     params = parameters()
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", sparsity_warmup_steps=0))
     assert optimizer.stats is None
     for step in range(4):
-        state = optimizer.engine.state
-        folded = None if state is None else state.residual.clone()
         set_gradients(params, rank, step)
         optimizer.step()
-    assert state is not None
-    assert folded is not None
-    for part, parameter in zip(piece_views(folded, optimizer.engine.layout.everything().pieces), params, strict=True):
-        assert parameter.grad is not None
-        part += parameter.grad.view(-1)
-    return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
+    return optimizer.stats
 
 
 def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
-    for stats, energy in run_ranks(collect_stats, 2):
-        assert stats.energy_captured == pytest.approx(energy, rel=1e-4)
+    for stats in run_ranks(collect_stats, 2):
         assert stats.step == 4
         assert 0.1 <= stats.density <= 0.12  # a block that is mostly pads sends its whole quota all the same
         assert 0.5 < stats.mask_churn <= 1.0
-        assert 0.1 < stats.energy_captured < 0.9
         assert stats.grad_norm > 0
         assert stats.clip_factor == 1.0
         assert stats.bytes_dense == sum(p.numel() for p in parameters()) * 4
@@ -49,19 +38,6 @@ def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
         assert 0 < stats.message_seconds < sum(stats.seconds.values())
         assert set(stats.seconds) == {k.removeprefix("scape/seconds/") for k in flat if "/seconds/" in k}
         assert all(isinstance(v, float) for v in flat.values())
-
-
-def test_warm_up_falls_geometrically_to_the_quota() -> None:
-    params = parameters()
-    config = ScapeConfig(sparsity=0.99, dense_steps=2, sparsity_warmup_steps=3)
-    optimizer = ScapeOptimizer(params, config=config)
-    sent = []
-    for step in range(8):
-        set_gradients(params, 0, step)
-        optimizer.step()
-        assert optimizer.engine.record is not None
-        sent.append(optimizer.engine.record.sent)
-    assert sent == [200, 200, round(200 * 0.01**0.25), round(200 * 0.01**0.5), round(200 * 0.01**0.75), 2, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------ parameters

@@ -34,7 +34,7 @@ def train_for_real(rank: int, world_size: int, run: Any) -> list[Tensor]:
     bench = load_example("quality")
     task = bench.task_of(run)
     model = task.build_model()
-    settings = {"betas": run.betas, "weight_decay": bench.WEIGHT_DECAY, "total_steps": run.steps}
+    settings = {"betas": run.betas, "weight_decay": bench.WEIGHT_DECAY}
     optimizer = ScapeOptimizer(model.parameters(), **settings, config=ScapeConfig(**dict(run.options)))
     for step, batch in zip(range(run.steps), task.loaders()[rank], strict=False):
         task.loss(model, batch).backward()

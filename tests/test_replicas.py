@@ -119,7 +119,7 @@ def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[
     GradientClipping.measure = measure  # type: ignore[method-assign]
     params = parameters()
     groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "betas": (0.8, 0.99)}]
-    config = ScapeConfig(**{"sparsity": 0.9, "dense_steps": 1, "sparsity_warmup_steps": 2, **options})
+    config = ScapeConfig(**{"sparsity": 0.9, "sparsity_warmup_steps": 2, **options})
     optimizer = ScapeOptimizer(groups, config=config)
     for step in range(8):
         set_gradients(params, rank, step)

@@ -1,4 +1,4 @@
-"""``wire_dtype="int8"`` and ``"int4"``: SCAPE's values and changes in 8 or 4 bits."""
+"""``wire_dtype="int4"``: SCAPE's values in 4 bits, its changes in 4 bits, or 8 at first."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: 
     }
 
 
-CASES = [*itertools.product(("int8", "int4"), (torch.float32, torch.bfloat16), (0.9,))]
-DENSE = [(wire, torch.float32, 0.0) for wire in ("fp32", "int8", "int4")]
+CASES = [*itertools.product(("int4",), (torch.float32, torch.bfloat16), (0.9,))]
+DENSE = [(wire, torch.float32, 0.0) for wire in ("fp32", "int4")]
 
 
 def _train_all(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -141,11 +141,10 @@ def test_ranks_are_bitwise_equal_bytes_are_as_planned_and_training_is_as_with_fp
         assert bool(found[0]["end"].isfinite().all())
         assert (max(each["error"] for each in found) > 0) == (wire != "fp32")
         assert all(each["masters"] == (dtype == torch.bfloat16 and wire == "fp32") for each in found)
-    exact, eight, four = everyone[0][len(CASES) :]
+    exact, four = everyone[0][len(CASES) :]
     way = float((exact["end"] - torch.cat([p.detach().flatten() for p in model(torch.float32)])).norm())
-    assert 0 < float((eight["end"] - exact["end"]).norm()) < 0.05 * way
-    assert float((four["end"] - exact["end"]).norm()) < 0.5 * way
-    assert exact["values"] > 3.8 * eight["values"] > 7.0 * four["values"]
+    assert 0 < float((four["end"] - exact["end"]).norm()) < 0.5 * way
+    assert exact["values"] > 7.0 * four["values"]
 
 
 def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
@@ -167,8 +166,6 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         message = take(step)
         sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
         rows = outgoing.region.rows
-        energy = sum(float(sent[each].double().square().sum()) for each in rows)
-        assert float(step.record.sent_energy[-1]) == pytest.approx(energy, rel=1e-6)
         after = step.state.residual.double().scatter_add(1, mask.long(), sent.double())
         lost.append(max(float((after[each] - before[each].double()).abs().max()) for each in rows))
         return message
@@ -364,7 +361,7 @@ def test_four_bits_are_usual_and_dense_training_is_not_packed() -> None:
 def _count_bytes(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
     """Bytes of each step per parameter, times N/(N-1), without the norm's: of a late one, and of the warm-up's."""
     found = []
-    for warmup in (0, 20):
+    for warmup in (0, 1000):
         parameter = nn.Parameter(torch.zeros(1024, 200, dtype=dtype))
         config = ScapeConfig(update="adamw", sparsity_warmup_steps=warmup)
         optimizer = ScapeOptimizer([parameter], config=config)
@@ -384,7 +381,7 @@ def test_a_late_step_sends_a_fiftieth_of_a_byte_and_a_mask_at_most_a_bit_for_eac
     for late, late_mask, early, early_mask in run_ranks(_count_bytes, ranks, torch.float32):
         assert late <= 0.021
         assert late_mask == pytest.approx(0.01, rel=3e-3)  # the last shard has pads
-        density = round(200 * 0.01 ** (3 / 21)) / 200
+        density = round(200 / (1 + 99 * 3 / 1001)) / 200
         assert density > 1 / 2  # changes come back in 8 bits
         assert early_mask == pytest.approx(1 / 8, rel=3e-3)
         assert early == pytest.approx((34 + 66) / 64 * density + 1 / 8, rel=3e-3)
@@ -393,14 +390,14 @@ def test_a_late_step_sends_a_fiftieth_of_a_byte_and_a_mask_at_most_a_bit_for_eac
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_where_most_is_sent_every_place_of_a_block_is_sent_as_often(wire: Any) -> None:
     """Of entries that were just sent some are sent again: not always the first of a block, where nothing is left."""
-    config = ScapeConfig(sparsity=0.25, block_size=200, sparsity_warmup_steps=0, dense_steps=0, wire_dtype=wire)
-    parameter = nn.Parameter(torch.zeros(200 * 40))
-    optimizer, visits = ScapeOptimizer([parameter], config=config), torch.zeros(200)
+    config = ScapeConfig(sparsity=0.25, sparsity_warmup_steps=0, wire_dtype=wire)
+    parameter = nn.Parameter(torch.zeros(256 * 40))
+    optimizer, visits = ScapeOptimizer([parameter], config=config), torch.zeros(256)
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
-        parameter.grad = torch.randn(8000, generator=generator)
+        parameter.grad = torch.randn(10_240, generator=generator)
         before = parameter.detach().clone()
         optimizer.step()
-        visits += (parameter.detach() != before).view(40, 200).sum(0)
-    first, last = visits.view(2, 100).mean(dim=1).tolist()
+        visits += (parameter.detach() != before).view(40, 256).sum(0)
+    first, last = visits.view(2, 128).mean(dim=1).tolist()
     assert first == pytest.approx(last, rel=0.03)

@@ -25,9 +25,7 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
         return real(self, shard)
 
     params = [nn.Parameter(torch.zeros(400, dtype=dtype)) for dtype in dtypes]
-    optimizer = ScapeOptimizer(
-        params, config=ScapeConfig(sparsity=0.9, dense_steps=1, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
-    )
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype=wire_dtype, sparsity_warmup_steps=1))
     try:
         collectives.Communicator.all_gather = spy
         for _ in range(3):

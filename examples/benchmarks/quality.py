@@ -44,7 +44,7 @@ def build_ranks(run: Run, model: nn.Module) -> Ranks:
     settings = {"lr": run.lr, "betas": run.betas, "weight_decay": WEIGHT_DECAY}
     if run.method == "scape":
         config = ScapeConfig(**dict(run.options))
-        return SimulatedRanks(model, run.ranks, config, {**settings, "total_steps": run.steps})
+        return SimulatedRanks(model, run.ranks, config, settings)
     if run.method == "sparseloco":
         return SparseLoCoRanks(model, run.ranks, settings, **dict(run.options))
     if run.method == "one-page":

@@ -145,8 +145,7 @@ def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str
     if parameter.device.type != mesh.device_type:
         return (
             f"Sharded parameters must stay on their mesh's device, {mesh.device_type}, got {name} on"
-            f" {parameter.device.type}. Leave out CPUOffloadPolicy; `residual_device='cpu'` keeps the residual in host"
-            " memory."
+            f" {parameter.device.type}. Leave out CPUOffloadPolicy."
         )
     if parameter.device_mesh != mesh:
         return (

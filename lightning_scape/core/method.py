@@ -39,8 +39,6 @@ class Surroundings:
     is all ranks, or, where every parameter is sharded over all of them, this rank alone."""
     side_group: ProcessGroup | None = None
     """A second group over the same ranks, for messages that travel beside the step's."""
-    total_steps: float | None = None
-    """Steps of the whole run; None: not known."""
 
 
 class Clipping(ABC):
@@ -160,10 +158,6 @@ class Method(ABC):
         return set()
 
     # ------------------------------------------------------------------------------------------- around a step
-
-    def expect_steps(self, total_steps: float | None) -> None:
-        """Before the first step, where the host learns the length of the run late; None: not known."""
-        return
 
     def announce_batch(self, batches: int) -> None:
         """Before a step: how many batches of the epoch this rank has had."""

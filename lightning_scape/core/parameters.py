@@ -17,7 +17,7 @@ from lightning_scape.core.tensors import flatten, flatten_like, is_dense
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and that the wire can carry."""
 
-HYPERPARAMETERS = ("lr", "eps", "weight_decay", "bias_correction")
+HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 """Numbers of a parameter group that a step uses, besides its betas."""
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny

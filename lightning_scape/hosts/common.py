@@ -128,13 +128,13 @@ class CommonStrategy(Opened):
         return self._words
 
     def _put_under_method(
-        self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
+        self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], precision: Any, clip: str
     ) -> Method:
         """Attaches one of the user's optimizers; the warning to a module that clips by itself names ``clip``."""
         host: Any = self
         beside = self._nodes.side_group(self.patience)
         self._buffers.trained_by(optimizer)
-        surroundings = Surroundings(named, self._nodes.process_group, beside, steps)
+        surroundings = Surroundings(named, self._nodes.process_group, beside)
         attached = self._method.attach(optimizer, self._nodes.config, surroundings)
         if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
             watch_gradients(attached, clip, rank_zero_warn)

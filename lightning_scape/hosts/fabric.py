@@ -163,7 +163,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
         clip = "`fabric.clip_gradients(model, optimizer, max_norm=...)`"
-        attached = self._put_under_method(optimizer, named, self.total_steps, self.precision, clip)
+        attached = self._put_under_method(optimizer, named, self.precision, clip)
         self.known.add_optimizer(attached.optimizer)
         return attached.optimizer
 

@@ -33,7 +33,7 @@ from lightning_scape.comm.under_way import settle
 from lightning_scape.core.method import find_all, progress_of
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
 from lightning_scape.hosts.resume import Resume, Resumption
-from lightning_scape.hosts.run_length import steps_of_optimizer, steps_of_run
+from lightning_scape.hosts.run_length import steps_of_run
 from lightning_scape.hosts.saving import StateDictType
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
@@ -195,9 +195,8 @@ class MethodStrategy(TrainerCheckpoints):
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
         # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
-        self._steps, taken = steps_of_run(trainer), methods[0].progress().steps
+        self._steps = steps_of_run(trainer)
         for each in methods:
-            each.expect_steps(steps_of_optimizer(trainer, taken))
             rank_zero_info(each.summary())
 
     @override

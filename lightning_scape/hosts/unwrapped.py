@@ -92,7 +92,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         for place, one in enumerate(inner):
             # `configure_optimizers` may return None: Lightning then runs without an optimizer.
             if not isinstance(one, NoOptimizer) and id(one) not in attached:
-                new = self._put_under_method(one, named, self._steps, self.precision_plugin, clip)
+                new = self._put_under_method(one, named, self.precision_plugin, clip)
                 self._attached.append(new)
                 inner[place] = new.optimizer
         return inner

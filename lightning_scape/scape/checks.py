@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from lightning_scape.checkpoint.checks import DAMAGED, check_mapping, check_plac
 from lightning_scape.checkpoint.parts import Source
 from lightning_scape.core.local_shards import is_sharded
 from lightning_scape.core.parameters import Parameters, problem_of_group
-from lightning_scape.scape.config import WarmupShape
 from lightning_scape.scape.keys import held, residual_key, state_key
 
 FORMAT = 1
@@ -22,13 +21,11 @@ _FROM_ONE = ("format", "world_size", "shards", "block_size")
 _FROM_ZERO = (
     "step",
     "calls",
-    "noise_samples",
     "second_moment_since",
     "warmup_steps",
     "skipped_in_row",
     "skipped_total",
 )
-_SHAPES = get_args(WarmupShape)
 
 
 def check_whole(saved: Any) -> None:
@@ -79,11 +76,6 @@ def _check_facts(facts: Any) -> None:
                 f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {said(value)}."
                 f" {DAMAGED}"
             )
-    shape = facts.get("warmup_shape")
-    if shape not in _SHAPES:
-        raise ValueError(
-            f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {said(shape)}. {DAMAGED}"
-        )
     for name in ("config", "names", "missed"):
         check_mapping(name, facts.get(name))
 

@@ -35,7 +35,7 @@ def scape_bytes(
 
 def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int) -> int:
     """Bytes that a rank sends in a run of so many steps with clipping, warm-up included; fp32 parameters."""
-    schedule = SparsitySchedule.of(config, steps)
+    schedule = SparsitySchedule.of(config)
 
     def of(sent: int) -> dict[str, int]:
         return scape_bytes(numels, ranks, config, sent=sent)
@@ -77,6 +77,6 @@ def message_bytes(
 
 def state_bytes(config: ScapeConfig, ranks: int) -> float:
     """Bytes that a rank keeps for each fp32 parameter of the model: the residual, and its part of what owners keep."""
-    mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
+    mean_square = config.update != "adams"  # AdamW's second moment
     lacking = config.wire_bits is not None  # the errors of changes that come back packed
     return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks

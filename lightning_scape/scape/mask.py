@@ -20,45 +20,36 @@ from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.config import ScapeConfig, WarmupShape
+from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.state import ScapeState, Step, StepMask
 
 
 @dataclass(frozen=True)
 class SparsitySchedule:
-    """Entries sent per block at each step: dense steps, then a warm-up in which the density falls, then the quota."""
+    """Entries sent per block at each step: a warm-up in which the density falls, then the quota."""
 
     quota: Quota
-    dense_steps: int
     warmup_steps: int
-    shape: WarmupShape = "geometric"
 
     @classmethod
-    def of(cls, config: ScapeConfig, total_steps: float | None = None) -> SparsitySchedule:
-        """The schedule that a configuration asks for, in a run of ``total_steps`` steps (None: not known)."""
-        return cls(config.quota, config.dense_steps, config.warmup_within(total_steps), config.warmup_shape)
+    def of(cls, config: ScapeConfig) -> SparsitySchedule:
+        """The schedule that a configuration asks for."""
+        return cls(config.quota, config.warmup_steps)
 
     def sent(self, step: int) -> int:
         """The q of a step (steps count from 0). q = B means that everything is sent, and no mask is needed.
 
-        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``rho**(i / (T + 1))``, or, where the waits
-        grow linearly, ``1 / (1 + (1 / rho - 1) i / (T + 1))`` (docs/design.md, 3.3).
+        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``1 / (1 + (1 / rho - 1) i / (T + 1))``
+        (docs/design.md, 3.3).
         """
-        into_warmup = step - self.dense_steps + 1
-        if into_warmup <= 0:
-            return self.quota.block_size
-        if into_warmup > self.warmup_steps:
+        if step >= self.warmup_steps:
             return self.quota.sent
-        share = into_warmup / (self.warmup_steps + 1)
-        if self.shape == "waits":
-            density = 1 / (1 + (1 / self.quota.density - 1) * share)
-        else:
-            density = self.quota.density**share
+        density = 1 / (1 + (1 / self.quota.density - 1) * ((step + 1) / (self.warmup_steps + 1)))
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
     def sent_by_step(self, steps: int, first: int = 0) -> Counter[int]:
         """For each q, how many of the steps from ``first`` up to (not including) ``steps`` send so many entries."""
-        begun = range(first, min(steps, max(first, self.dense_steps + self.warmup_steps)))
+        begun = range(first, min(steps, max(first, self.warmup_steps)))
         counts = Counter(map(self.sent, begun))
         counts[self.quota.sent] += max(0, steps - first - len(begun))
         return counts
@@ -84,7 +75,6 @@ class Masks:
         self._pending_sent = self._pending_turn = 0
         self._layout, self._comm = layout, comm
         self._my_rows = layout.rows_of(comm.rank)
-        self._swept = layout.blocks if layout.world_size > 1 else 0
 
     # ------------------------------------------------------------------------------------------- the mask of a step
 
@@ -116,7 +106,7 @@ class Masks:
     def missing(self, step: Step) -> bool:
         """Whether this step must make its own mask (:meth:`make_now`), because there is none of its density.
 
-        That is so in the first sparse step, in the first after dense ones, and where a mask was lost or dropped.
+        That is so in the first sparse step, and where a mask was lost or dropped.
         """
         self.unproven = False
         if self.sends_all(step.number):
@@ -133,10 +123,7 @@ class Masks:
     def of(self, step: Step) -> StepMask:
         """The step's mask, in the parts that a step uses."""
         mask = self.active
-        if mask is None:
-            return StepMask()
-        swept = mask.to(step.state.residual.device)
-        return StepMask(mask, mask[self._my_rows], swept[: self._swept], swept[self._my_rows])
+        return StepMask() if mask is None else StepMask(mask, mask[self._my_rows])
 
     # ------------------------------------------------------------------------------------------- the next mask
 
@@ -160,7 +147,7 @@ class Masks:
         rows = layout.rows_of((self._comm.rank - self._pending_turn) % layout.world_size)
 
         def mine() -> Tensor:
-            chosen = ops.select(residual[rows], sent).to(device)
+            chosen = ops.select(residual[rows], sent)
             return ops.pack_mask(chosen, layout.block_size) if bits else chosen
 
         columns = ops.mask_bytes(sent, layout.block_size) if bits else sent

@@ -86,7 +86,6 @@ class ScapeMethod(Method):
             config,
             surroundings.process_group,
             mask_group=surroundings.side_group,
-            total_steps=surroundings.total_steps,
             named_parameters=surroundings.named_parameters,
         )
         stand_in.put_in_place(optimizer, scape)
@@ -120,10 +119,6 @@ class ScapeMethod(Method):
             _trained.add(self.given)
 
     @override
-    def expect_steps(self, total_steps: float | None) -> None:
-        self.optimizer.expect_steps(total_steps)
-
-    @override
     def announce_batch(self, batches: int) -> None:
         self.optimizer.announce_batch(batches)
 
@@ -147,8 +142,7 @@ class ScapeMethod(Method):
         sent = self.optimizer.bytes_per_step()
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
-        begun = schedule.dense_steps + schedule.warmup_steps
-        after = f" after a warm-up of {begun:,} steps" if begun and not config.dense else ""
+        after = f" after a warm-up of {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
         return (
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
             f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."

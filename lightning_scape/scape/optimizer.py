@@ -62,7 +62,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             that hold the same rows, one of each node: ``mesh["replicate"].get_group()``; None where there is one node.
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
-        total_steps: steps of the run, where known: the default warm-up of AdamS's update is no longer than that.
         named_parameters: of the module, for error messages and checkpoints.
 
     Raises:
@@ -82,7 +81,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         mask_group: ProcessGroup | None = None,
         communicator: ScapeCommunicator | None = None,
-        total_steps: float | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self._closed = False
@@ -102,12 +100,12 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         comm = communicator or ScapeCommunicator.with_masks(process_group, mask_group)
         node = local_shards.node_communicator(given)
         comm.device = node.device = parameters.device_of_first_messages
-        problem = parameters.problem(self.param_groups, residual_device=config.residual_device) or local_shards.problem(
+        problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
         setup = _describe(config, parameters, self.param_groups)
         check_same_setup_everywhere(comm, node, setup, problem, parameters.device_of_first_messages)
-        self.engine = Engine(parameters, config, comm, total_steps, node)
+        self.engine = Engine(parameters, config, comm, node)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
 
     @classmethod
@@ -118,15 +116,14 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         *,
         mask_group: ProcessGroup | None = None,
-        total_steps: float | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> ScapeOptimizer:
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
 
         lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
         holds them (an LR scheduler) goes on steering; hooks are shared, too. The update is the optimizer's own, unless
-        ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. An
-        ``AdamS(bias_correction=True)`` keeps its bias correction. If the optimizer has stepped or was given a state,
+        ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. If the
+        optimizer has stepped or was given a state,
         its moments carry over as in :meth:`load_state_dict`.
 
         Raises:
@@ -143,7 +140,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             config=_with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw"),
             process_group=process_group,
             mask_group=mask_group,
-            total_steps=total_steps,
             named_parameters=named_parameters,
         )
         for shared, group in zip(optimizer.param_groups, new.param_groups, strict=True):
@@ -299,14 +295,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
         return self.engine.calls
 
-    def expect_steps(self, total_steps: float | None) -> None:
-        """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None: not known.
-
-        Called by the Trainer's strategy, which learns it late. Once a step was taken or loaded it does nothing.
-        """
-        if not self.steps_taken:
-            self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
-
     def announce_batch(self, batches: int) -> None:
         """Says, before a step, how many batches of the epoch this rank has had: :meth:`step` compares it at no cost."""
         self.engine.opening.batch = batches
@@ -453,9 +441,7 @@ def _with_update(config: Any, update: Update) -> ScapeConfig:
 def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What must be the same on all ranks."""
     plain = config.as_dict()
-    if config.residual_device is not None:  # each rank has its own index
-        plain["residual_device"] = torch.device(config.residual_device).type
-    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+    names = ("lr", "betas", "eps", "weight_decay")
     return {
         "lightning_scape's version": __version__,
         "config": [f"{name}={value!r}" for name, value in plain.items()],

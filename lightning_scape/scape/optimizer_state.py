@@ -81,10 +81,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "config": snapshot.config.as_dict(),
         "step": int(snapshot.state.step),
         "calls": snapshot.state.calls,
-        "noise_samples": snapshot.state.local_samples,
         "second_moment_since": snapshot.state.exp_avg_sq_since,
         "warmup_steps": snapshot.masks.schedule.warmup_steps,
-        "warmup_shape": snapshot.masks.schedule.shape,
         "missed": snapshot.missed(),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
         "block_size": snapshot.layout.block_size,
@@ -220,8 +218,6 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
     if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
-    if state.exp_avg_sq is not None and "local_exp_avg_sq" in names and "exp_avg_sq" not in names:
-        state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # of AdamS's update; AdamW's takes it over
     pieces = snapshot.layout.local(rank).pieces
     targets: dict[str, Chunk] = {}
     for name, shard in snapshot.shard():
@@ -229,28 +225,17 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
             part = snapshot.owned(name, shard, pieces)
             targets |= {part.key(index, Place()): chunk for index, chunk in part.held.items() if index in known}
     source.read(targets)
-    if state.local_exp_avg_sq is not None and "local_exp_avg_sq" in names:
-        # The estimate is for the averaged gradient: it holds on any number of ranks with the same global batch.
-        state.local_samples = source.common["noise_samples"]
 
 
 def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Sets the step from which the second moment counts; makes one from AdamS's state. The shard has been read."""
+    """Sets the step from which the second moment counts; guesses one for AdamS's state. The shard has been read."""
     state, common = snapshot.state, source.common
     if state.exp_avg_sq is None:
         return
     if "exp_avg_sq" in keys.held(source):
         state.exp_avg_sq_since = common["second_moment_since"]
-        return
-    measured, state.local_exp_avg_sq = state.local_exp_avg_sq, None
-    if measured is None or not state.local_samples:
+    else:
         guess_second_moment(snapshot, groups, rank)
-        return
-    for piece in snapshot.layout.local(rank).pieces:
-        entries = piece.of_blocks(snapshot.layout.block_size)
-        started = 1 - float(groups[piece.segment.group]["betas"][1]) ** common["step"]
-        state.exp_avg_sq.view(-1)[entries] = measured.view(-1)[entries] * started
-    state.local_samples = 0
 
 
 def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
@@ -300,7 +285,7 @@ def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule
     schedule, saved = snapshot.masks.schedule, common["config"]
     if snapshot.config.sparsity_warmup_steps is None and saved.get("sparsity"):
         warmup = 0 if snapshot.config.dense else common["warmup_steps"]
-        return replace(schedule, warmup_steps=warmup, shape=common["warmup_shape"])
+        return replace(schedule, warmup_steps=warmup)
     return schedule
 
 
@@ -321,7 +306,7 @@ def _with_saved_wire(config: ScapeConfig, saved: Mapping[str, Any]) -> tuple[Sca
 def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
     """A warning that names changed options, where they change the training."""
     mine = {**config.as_dict(), "wire_dtype": config.wire}
-    silent = ["residual_device", "max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
+    silent = ["max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
     if saved.get("wire_dtype") is None and isinstance(sparsity := saved.get("sparsity"), (int, float)):

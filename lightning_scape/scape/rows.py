@@ -84,11 +84,9 @@ class Corrections(NamedTuple):
     """Divisors that correct the moments for their start at zero: 0-dim, or ``[R]`` where rows differ."""
 
     first: Tensor
-    """``1 - beta1**t``, or 1."""
+    """``1 - beta1**t``."""
     second: Tensor
     """``1 - beta2**t``."""
-    corrected: bool
-    """Whether the first is not 1 everywhere."""
 
 
 class RowHyperparameters:
@@ -98,11 +96,10 @@ class RowHyperparameters:
         parameters: those of the pieces.
         pieces: what fills the shard's rows.
         rows: R, rows of the shard.
-        bias_correction: for all groups; a group's own ``bias_correction`` (AdamS) adds to it.
     """
 
-    def __init__(self, parameters: Parameters, pieces: Sequence[Piece], rows: int, bias_correction: bool) -> None:
-        self._parameters, self._bias_correction = parameters, bias_correction
+    def __init__(self, parameters: Parameters, pieces: Sequence[Piece], rows: int) -> None:
+        self._parameters = parameters
         self._groups = list(dict.fromkeys(piece.segment.group for piece in pieces)) or [0]
         """Those with rows in this shard."""
         numbers = [self._groups.index(piece.segment.group) for piece in pieces]
@@ -125,18 +122,18 @@ class RowHyperparameters:
         """
         table = [self._numbers(param_groups[group]) for group in self._groups]
         columns = torch.tensor(table, dtype=torch.float64, device="cpu").to(self._parameters.device, non_blocking=True)
-        lr, beta1, beta2, eps, decay, biased = columns.unbind(1)
+        lr, beta1, beta2, eps, decay = columns.unbind(1)
         group = self.group_of_row()
 
         def by_row(column: Tensor) -> Tensor:
             return column[0] if group is None else column.index_select(0, group)
 
-        first = torch.where(by_row(biased) != 0, 1 - by_row(beta1) ** step, 1.0)
+        first = 1 - by_row(beta1) ** step
         second = 1 - by_row(beta2) ** (step - second_since).clamp(min=1)
         hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
         if group is None:
             hyper = ops.Hyper(*(numbers[0] for numbers in hyper))
-        return hyper, Corrections(first.to(dtype), second.to(dtype), any(numbers[-1] for numbers in table))
+        return hyper, Corrections(first.to(dtype), second.to(dtype))
 
     def group_of_row(self) -> Tensor | None:
         """int32 ``[R]``: the group of each row, counted among those in this shard; None where there is one."""
@@ -144,6 +141,5 @@ class RowHyperparameters:
 
     def _numbers(self, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        biased = self._bias_correction or bool(group.get("bias_correction"))
         # A learning rate that is a tensor on CUDA makes the CPU wait for it; a float does not.
-        return [float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)]
+        return [float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])]

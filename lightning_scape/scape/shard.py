@@ -16,13 +16,6 @@ from lightning_scape.scape.rows import Participants, RowHyperparameters
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.wire.values import ValueWire
 
-SAMPLE_INTERVAL = 8
-"""AdamS: steps from one sample of the gradient's mean square to the next."""
-SAMPLE_WEIGHT = 0.1
-"""AdamS: weight of the newest sample, for a memory of about 80 steps."""
-MEAN_SQUARE_FLOOR = 1 / 20
-"""AdamS: the share of the mean square that bounds the denominator is this times B/q, the mean wait; at most 1."""
-
 
 class Outgoing:
     """The shards of all other ranks: what this rank sends to their owners, folded, compacted and packed.
@@ -54,6 +47,7 @@ class Outgoing:
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
         residual = step.state.residual[: self._blocks]
+        mask = step.mask.everyone
         values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
         message = self.wire.message(self._blocks // self._shards, step.sent, self._shards, residual.device)
         ops.sweep(
@@ -62,19 +56,17 @@ class Outgoing:
                 residual,
                 None if step.folded else step.parts(self.region),
                 step.scale.blocks,
-                step.mask.swept,
+                None if mask is None else mask[: self._blocks],
                 values,
                 clip_value=step.clip_value,
                 message=message,
             )
         )
-        if self.region.rows:
-            step.record.sent_energy.append(ops.squared_norm([values[rows] for rows in self.region.rows]))
         if message is None:
             values[self._my_rows] = 0  # NCCL may look for NaN in its input
-            return values.to(step.state.step.device)
+            return values
         message[self._rank] = 0
-        return message.flatten(0, 1).to(step.state.step.device)
+        return message.flatten(0, 1)
 
     def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
         """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
@@ -100,8 +92,7 @@ class Shard:
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
         self._layout, self._rank, self._config = layout, rank, config
         self._parameters, self._participants = parameters, participants
-        corrects = config.bias_correction or config.update == "adamw"
-        self._hyperparameters = RowHyperparameters(parameters, self.region.pieces, layout.shard_blocks, corrects)
+        self._hyperparameters = RowHyperparameters(parameters, self.region.pieces, layout.shard_blocks)
         self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
         """Packs the changes."""
         whole = self.wire.bits is None
@@ -118,7 +109,7 @@ class Shard:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
         pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
         _fold(step, self.region, state.residual[self.rows])
-        moment = self._second_moment(step, sparse=True)
+        moment = self._second_moment(step)
         if moment is not None:
             scale = step.scale.mine
             if scale.dim():
@@ -126,41 +117,35 @@ class Shard:
                 scale = scale.index_select(0, ops.to_device(first_rows, scale.device))
             squares = piece_views(moment.exp_avg_sq, pieces)
             ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale, step.clip_value)
-            state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
-        state, residual = step.state, step.state.residual[self.rows]
+        residual = step.state.residual[self.rows]
         values = torch.empty(len(residual), step.sent, dtype=self._config.own_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
-        moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
+        # Where everything is sent, AdamW's update takes the averaged gradient itself.
+        moment = None if parts is None or step.mask.mine is None else self._second_moment(step)
         ops.sweep(
             ops.Sweep(
                 self.region,
                 residual,
                 parts,
                 step.scale.mine,
-                step.mask.swept_mine,
+                step.mask.mine,
                 values,
                 clip_value=step.clip_value,
                 second_moment=moment,
             )
         )
-        if moment is not None:
-            state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
-        return values.to(state.step.device, self._config.values_dtype)
+        return values.to(self._config.values_dtype)
 
-    def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
-        """The running mean square that takes in my gradient in this step, if any."""
-        state, pieces, ranks = step.state, self.region.pieces, self._layout.world_size
-        # Where everything is sent, AdamW's update takes the averaged gradient itself.
-        if state.exp_avg_sq is not None and sparse:
-            weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in pieces]
-            return ops.SecondMoment(state.exp_avg_sq, weights, ranks)
-        if state.local_exp_avg_sq is not None and (step.number % SAMPLE_INTERVAL == 0 or not state.local_samples):
-            weight = max(SAMPLE_WEIGHT, 1 / (state.local_samples + 1))
-            return ops.SecondMoment(state.local_exp_avg_sq, [weight] * len(pieces), ranks)
-        return None
+    def _second_moment(self, step: Step) -> ops.SecondMoment | None:
+        """AdamW's, which takes in my gradient in a step that does not send everything."""
+        moment = step.state.exp_avg_sq
+        if moment is None:
+            return None
+        weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in self.region.pieces]
+        return ops.SecondMoment(moment, weights, self._layout.world_size)
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
@@ -222,17 +207,12 @@ class Shard:
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
         hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype, state.exp_avg_sq_since)
-        group = self._hyperparameters.group_of_row()
-        if state.exp_avg_sq is not None:
-            shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
-            numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            mine = None if mine is None else mine.to(mean.dtype)
-            return ops.update_adamw(shard, mask, mean, mine, numbers, self._layout.world_size)
-        shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
-        first = corrections.first if corrections.corrected else 1.0
-        numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
-        floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
-        return ops.update_adams(shard, mask, mean, numbers, floor)
+        numbers = ops.RowNumbers(number, scale, hyper, *corrections, self._hyperparameters.group_of_row())
+        shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
+        if state.exp_avg_sq is None:
+            return ops.update_adams(shard, mask, mean, numbers)
+        mine = None if mine is None else mine.to(mean.dtype)
+        return ops.update_adamw(shard, mask, mean, mine, numbers, self._layout.world_size)
 
 
 def _fold(step: Step, region: Region, residual: Tensor) -> None:

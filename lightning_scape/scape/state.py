@@ -14,7 +14,7 @@ from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.stats import StepRecord
 
-SHARD_TENSORS = ("exp_avg", "last_step", "master", "local_exp_avg_sq", "exp_avg_sq", "change_error")
+SHARD_TENSORS = ("exp_avg", "last_step", "master", "exp_avg_sq", "change_error")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
@@ -34,22 +34,15 @@ class ScapeState:
     """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it, and so do the makers of masks."""
     master: Tensor | None = None
     """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step."""
-    local_exp_avg_sq: Tensor | None = None
-    """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
-    rank's own gradient, divided by N. It estimates the noise of the averaged gradient."""
-    local_samples: int = 0
-    """Number of gradients in ``local_exp_avg_sq``."""
-    sampled: bool = False
-    """Whether the last step has added one that is not counted yet: on CUDA a skip is known late."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""
     exp_avg_sq_since: int = 0
     """The step at whose end ``exp_avg_sq`` was zero."""
     change_error: Tensor | None = None
-    """``[R, B]`` fp32 (fp64), where changes of parameters travel in 8 or 4 bits: what an entry's parameter lacks, for
-    its changes were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at
-    the first step."""
+    """``[R, B]`` fp32 (fp64), where changes of parameters are packed: what an entry's parameter lacks, for its changes
+    were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at the first
+    step."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
     ``step`` minus this. None stands for zeros."""
@@ -58,13 +51,11 @@ class ScapeState:
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
         """All zeros."""
         shard = (layout.shard_blocks, layout.block_size)
-        home = config.residual_device if config.residual_device is not None else device
         return cls(
-            residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=home),
+            residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=device),
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
 
@@ -89,11 +80,6 @@ class ScapeState:
         held = torch.zeros_like(self.master)
         ops.gather_params(entries, held)
         self.change_error, self.master = self.master.sub_(held), None
-
-    def count_sample(self, skipped: bool) -> None:
-        """Counts the gradient that the last step has put into ``local_exp_avg_sq``, unless it was skipped."""
-        self.local_samples += self.sampled and not skipped
-        self.sampled = False
 
 
 # ------------------------------------------------------------------------------------------------ one step
@@ -122,10 +108,6 @@ class StepMask(NamedTuple):
     """``[blocks, q]``, on the parameters' device."""
     mine: Tensor | None = None
     """``[R, q]``: the rows of my shard."""
-    swept: Tensor | None = None
-    """``everyone`` on the residual's device; no rows with one rank, where nothing is sent."""
-    swept_mine: Tensor | None = None
-    """``mine`` on the residual's device."""
 
 
 @dataclass

@@ -38,8 +38,6 @@ class StepStats:
     """Share of this shard's entries in the mask that were not in the previous one, 0 to 1."""
     residual_norm: float
     """L2 norm of this rank's residual after the step."""
-    energy_captured: float
-    """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
     exchange_wait: float
     """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute. With CUDA
     the GPU waits instead, which a profiler shows and this figure does not."""
@@ -85,8 +83,6 @@ class StepRecord:
     """q of the step."""
     norm: Tensor | None = None
     scale: Tensor | None = None
-    sent_energy: list[Tensor] = field(default_factory=list)
-    """Squared norms of what this rank sent, and of its values for its own shard."""
     again: Tensor | None = None
     """Entries of the shard, pads included, that were updated in the step before, too."""
     skipped_total: int = 0
@@ -114,7 +110,6 @@ class StepRecord:
         assert self.scale is not None
         assert self.again is not None
         left, scale = float(ops.squared_norm([residual])), float(self.scale)
-        sent = sum(float(energy) for energy in self.sent_energy)
         mine = sum(piece.kept(self.sent, layout.block_size) for piece in shard_pieces)
         everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.everything().pieces)
         pads = layout.shard_blocks * self.sent - mine  # the same ones at every step
@@ -126,7 +121,6 @@ class StepRecord:
             density=everywhere / max(1, layout.numel),
             mask_churn=1 - again / mine if mine and scale else 0.0,
             residual_norm=left**0.5,
-            energy_captured=sent / (sent + left) if sent + left > 0 else 0.0,
             exchange_wait=self.exchange_wait,
             grad_norm=float(self.norm),
             clip_factor=scale,

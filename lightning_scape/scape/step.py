@@ -44,7 +44,6 @@ class Engine:
         parameters: those trained.
         config: all options; ``update`` is not None.
         comm: sends the messages.
-        total_steps: steps of the run, where known.
         node: messages between the ranks that hold the other rows of the same replica.
     """
 
@@ -53,7 +52,6 @@ class Engine:
         parameters: Parameters,
         config: ScapeConfig,
         comm: ScapeCommunicator,
-        total_steps: float | None,
         node: Communicator,
     ) -> None:
         self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
@@ -64,7 +62,7 @@ class Engine:
         self.clipping = GradientClipping(config, FirstMessage(comm, node, len(numels)))
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
-        self.masks = Masks(self.layout, comm, SparsitySchedule.of(config, total_steps))
+        self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
         self.outgoing, self.shard = _by_wire(self)
         self.record: StepRecord | None = None
         """Raw figures of the last step."""
@@ -121,7 +119,6 @@ class Engine:
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("sweep"):
             mine = self.shard.take(step)
-            record.sent_energy.append(ops.squared_norm([mine]))
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
             mean = ops.mean(arrived, step.state.exp_avg.dtype)
@@ -195,16 +192,12 @@ class Engine:
         if every and state.calls % every == 0:
             self._check_replicas()
         self.clipping.record_found_inf(step.scale.whole)
-        if self.clipping.found_inf is None:  # else the next step learns it
-            state.count_sample(self.clipping.last_skipped)
 
     def _finish_last_step(self) -> None:
         """On CUDA the CPU learns now whether the last step was skipped."""
         self.clipping.wait_found_inf()
         if self.clipping.last_skipped:
             self.masks.drop_unproven()
-        if self.state is not None:
-            self.state.count_sample(self.clipping.last_skipped)
 
     def _check_replicas(self) -> None:
         """Raises on every rank if any rows differ between replicas."""
@@ -268,7 +261,7 @@ class Engine:
 
     def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
         """Goes on from a loaded state, which may have another wire."""
-        self.state, state.sampled, self.config = state, False, config
+        self.state, self.config = state, config
         self.outgoing, self.shard = _by_wire(self)
         self.clipping.found_inf = self.record = self._stats = self.consolidated = None
         # Parameters may be loaded before or after. A master that does not round to its parameter is read anew.

@@ -40,26 +40,6 @@ class ExampleChecks(Checks):
         assert residual.tolist() == [[0.00390625, 5.0]]
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
-    def test_example_of_update(self, either: Any) -> None:
-        theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
-        momentum, last_step = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device).int()
-        numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
-        single = ops.Hyper.of(torch.float32, *numbers)
-        mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
-        step = self.scalar(1, torch.int32)
-        shard, numbers = (
-            ops.ShardState(theta, momentum, None, last_step),
-            ops.RowNumbers(step, self.scalar(1.0), single, 1.0),
-        )
-        again = either.update_adams(shard, mask, total, numbers)
-        assert (theta.tolist(), momentum.tolist(), last_step.tolist(), int(again)) == (
-            [[4.0]],
-            [[0.0, -2.0]],
-            [[0, 1]],
-            1,
-        )
-
-    @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_update_adamw(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
         exp_avg, exp_avg_sq = torch.tensor([[[0.0, 0.0]], [[0.0, 0.5]]], device=self.device)

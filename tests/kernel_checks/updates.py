@@ -63,31 +63,7 @@ class Shard(NamedTuple):
 
 
 class UpdateChecks(Checks):
-    """Of both updates."""
-
-    @pytest.mark.parametrize(
-        ("masked", "by_row", "correction"),
-        [(True, False, 1.0), (False, False, 0.3), (True, True, "scalar"), (False, True, "rows")],
-    )
-    def test_update_equals_its_twin_within_rounding(self, masked: bool, by_row: bool, correction: Any) -> None:
-        self.compare_update(masked, by_row, correction, torch.float32, rtol=2e-6)
-
-    def test_update_in_fp64_equals_its_twin_within_rounding(self) -> None:
-        self.compare_update(True, False, 1.0, torch.float64, rtol=1e-14)
-
-    @pytest.mark.parametrize(("masked", "dtype"), [(True, torch.float32), (False, torch.float64)])
-    def test_update_with_measured_noise_equals_its_twin_within_rounding(self, masked: bool, dtype: torch.dtype) -> None:
-        rtol = 2e-6 if dtype is torch.float32 else 1e-14
-        self.compare_update(masked, False, 0.3, dtype, rtol=rtol, noisy=True)
-
-    @pytest.mark.parametrize(("dtype", "noisy"), [(torch.float32, True), (torch.float64, False)])
-    def test_update_by_row_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
-        rtol = 2e-6 if dtype is torch.float32 else 1e-14
-        self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy)
-
-    @pytest.mark.parametrize(("decay", "beta1"), [(0.0, 0.999), (1000.0, 0.0), (1500.0, 0.999)])
-    def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float) -> None:
-        self.compare_update(True, False, 1.0, torch.float32, rtol=2e-6, decay=decay, beta1=beta1)
+    """Of AdamW's update."""
 
     @pytest.mark.parametrize(
         ("masked", "by_row", "dtype"),
@@ -135,49 +111,18 @@ class UpdateChecks(Checks):
                 torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype),
                 torch.linspace(0.05, 1, Shard.ROWS, dtype=dtype),
             )
-        self.compare_step("update_adamw", shard, shard.second, corrections, (ranks,), rtol, **options)
-
-    def compare_update(
-        self,
-        masked: bool,
-        by_row: bool,
-        correction: Any,
-        dtype: torch.dtype,
-        rtol: float,
-        noisy: bool = False,
-        **options: float,
-    ) -> None:
-        shard = Shard.draw(masked, by_row, dtype)
-        divisor = {"scalar": torch.tensor(0.3, dtype=dtype), "rows": torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype)}
-        given = divisor.get(correction, correction) if isinstance(correction, str) else correction
-        noise = shard.second * 3 if noisy else None
-        self.compare_step("update_adams", shard, noise, (given, None), (0.375,), rtol, **options)
-
-    def compare_step(
-        self,
-        name: str,
-        shard: Shard,
-        second: Tensor | None,
-        corrections: tuple[Any, Any],
-        rest: tuple[Any, ...],
-        rtol: float,
-        **options: float,
-    ) -> None:
         single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
         numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
-        state = ops.ShardState(shard.theta, shard.first, second, shard.last_step)
-        given = (shard.total, shard.own) if name == "update_adamw" else (shard.total,)
-        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, *given, numbers, *rest)
+        state = ops.ShardState(shard.theta, shard.first, shard.second, shard.last_step)
+        given = state, shard.mask, shard.total, shard.own, numbers, ranks
+        (ours, again), ((after, twins), *_) = self.both("update_adamw", *given)
         assert int(ours) == int(again)
         still = shard.scale.expand(Shard.ROWS) == 0
         for field, mine, twin, old in zip(state._fields, after, twins, state, strict=True):
-            if old is None:
-                continue
             if old.is_floating_point():
                 # Differences of nearly equal numbers keep the absolute error of what they are made of.
                 torch.testing.assert_close(mine, twin, rtol=rtol, atol=10 * rtol if field == "theta" else rtol)
             else:
                 assert torch.equal(mine, twin)
             assert_same_bits(mine[still], old[still])
-            reads_only = name == "update_adams" and field == "exp_avg_sq"
-            assert torch.equal(mine[~still], old[~still]) == reads_only
+            assert not torch.equal(mine[~still], old[~still])

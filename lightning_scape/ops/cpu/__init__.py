@@ -12,11 +12,11 @@ quantize_with_error                        bitwise
 gather_params, scatter_params              bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
-update_adams, update_adamw                 moments and last steps bitwise for entries updated in the step before, else
+update_adamw                               moments and last steps bitwise for entries updated in the step before, else
                                            within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
                                            rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
-checksum, pack, fold,                      the twin: of few steps, or none
+checksum, pack, fold, update_adams,        the twin: of few steps, or none
 accumulate_exp_avg_sq
 ========================================== ============================================================================
 

@@ -26,56 +26,33 @@ from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState, chun
 
 
 @implements
-def update_adams(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
-) -> Tensor:
-    divisor = torch.as_tensor(numbers.first, dtype=shard.theta.dtype, device="cpu")
-    return _update(shard, mask, (mean, mean), numbers, (divisor, divisor), (floor,))
-
-
-@implements
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
-    assert shard.exp_avg_sq is not None
-    assert isinstance(numbers.first, Tensor)
-    assert numbers.second is not None
-    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(shard.theta.dtype).max)
-    given = mean, mean if mine is None else mine
-    return _update(shard, mask, given, numbers, (numbers.first, numbers.second), rule)
-
-
-def _update(
-    shard: ShardState,
-    mask: Tensor | None,
-    given: tuple[Tensor, Tensor],
-    numbers: RowNumbers,
-    corrections: tuple[Tensor, Tensor],
-    rule: tuple[float, ...],
-) -> Tensor:
-    """Either update, as :func:`cpu_update.update` tells them apart by their rule."""
     theta, exp_avg, second, last_step = shard
+    assert second is not None
+    rule = tuple(map(np.float32, (ranks, 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)))
     loop = functools.partial(
         cpu_update.update,
         array(theta),
-        (array(exp_avg), or_empty(second, theta.dtype)),
+        (array(exp_avg), array(second)),
         array(last_step),
         or_empty(mask, position_dtype(exp_avg.shape[1])),
-        (array(given[0]), array(given[1])),
+        (array(mean), array(mean if mine is None else mine)),
         torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 8]
-        _by_row(numbers, corrections),
-        tuple(np.float32(number) for number in rule),
+        _by_row(numbers),
+        rule,
     )
     again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
     return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
 
 
-def _by_row(numbers: RowNumbers, corrections: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+def _by_row(numbers: RowNumbers) -> tuple[Any, ...]:
     """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
     group = numbers.group
     differ = group is not None and any(value.dim() for value in numbers.hyper)
     groups = array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
-    rest = (numbers.step.int(), numbers.scale.float(), *corrections)
+    rest = (numbers.step.int(), numbers.scale.float(), numbers.first, numbers.second)
     return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
 
 

@@ -8,7 +8,6 @@ lines are first read in order (:func:`_read_lines`), which the processor foresee
 import math
 
 import numpy as np
-from numba.extending import overload
 
 from lightning_scape.ops.cpu.numbers import (
     CACHE_LINE,
@@ -179,22 +178,16 @@ def _tile_rows(sent):
 
 
 @jit
-def _read(last_step, exp_avg, other, row, stop, places, steps, m, n, sink):
-    """Last steps and moments at these places, which lie in rows ``row .. stop``; ``other`` may be empty."""
-    dates, firsts, others = last_step[row:stop].reshape(-1), exp_avg[row:stop].reshape(-1), other[row:stop].reshape(-1)
+def _read(last_step, exp_avg, second, row, stop, places, steps, m, n, sink):
+    """Last steps and moments at these places, which lie in rows ``row .. stop``."""
+    dates, firsts, others = last_step[row:stop].reshape(-1), exp_avg[row:stop].reshape(-1), second[row:stop].reshape(-1)
     if _in_most_lines(len(places), len(dates), exp_avg):
-        _read_lines(dates, firsts, others if len(other) > 0 else firsts, sink)
+        _read_lines(dates, firsts, others, sink)
     else:
         _prefetch_places(last_step.ctypes.data, last_step.itemsize, places)
         _prefetch_places(exp_avg.ctypes.data, exp_avg.itemsize, places)
-        if len(other) > 0:
-            _prefetch_places(other.ctypes.data, other.itemsize, places)
-    dates, firsts, others = last_step.reshape(-1), exp_avg.reshape(-1), other.reshape(-1)
-    if len(other) == 0:
-        for j in range(len(places)):
-            place = places[j]
-            steps[j], m[j] = dates[place], firsts[place]
-        return
+        _prefetch_places(second.ctypes.data, second.itemsize, places)
+    dates, firsts, others = last_step.reshape(-1), exp_avg.reshape(-1), second.reshape(-1)
     for j in range(len(places)):
         place = places[j]
         steps[j], m[j], n[j] = dates[place], firsts[place], others[place]
@@ -269,38 +262,10 @@ def _decays_and_blends(tau, numbers, g, table, decay, blend):
         blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
 
 
-def move(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
-    """Moves the entries of a tile, and their moments m and n. Returns whether n has changed."""
-    raise NotImplementedError
-
-
-@overload(move)
-def _overload_move(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
-    return _move_adams if rule.count == 1 else _move_adamw
-
-
-def _move_adams(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
-    floor, c1, (_, measured) = rule[0], corrections[0], present
-    one, zero = theta.dtype.type(1), theta.dtype.type(0)
-    lr, eps, beta1, beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA1], numbers[_BETA2]
-    one_minus_beta1, one_minus_beta2 = numbers[_ONE_MINUS_BETA1], numbers[_ONE_MINUS_BETA2]
-    steady = one_minus_beta1 / (one + beta1)
-    for j in range(len(theta)):
-        new = (one - blend[j]) * m[j] + blend[j] * (total[j] / tau[j])
-        moved = tau[j] * new
-        corrected = m[j] / c1
-        m2, g2 = corrected * corrected, total[j] * total[j] / tau[j]
-        if measured:
-            known = (n[j] * (zero if tau[j] == one else one)) * floor
-            g2, m2 = larger(g2, known), larger(m2, known * steady)
-        v = m2 * beta2 + g2 * one_minus_beta2
-        theta[j] = decay[j] * theta[j] - moved / c1 * lr / (math.sqrt(v) + eps)
-        m[j] = new
-    return False
-
-
-def _move_adamw(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
-    (ranks, longest, largest), (c1, c2), (masked, _) = rule, corrections, present
+@jit
+def _move(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, masked):
+    """Moves the entries of a tile, and their moments m and n."""
+    (ranks, longest, largest), (c1, c2) = rule, corrections
     one, zero = theta.dtype.type(1), theta.dtype.type(0)
     lr, eps, beta2, one_minus_beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA2], numbers[_ONE_MINUS_BETA2]
     for j in range(len(theta)):
@@ -327,23 +292,20 @@ def _move_adamw(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corr
         u = larger(v2 / c2, common * common)
         theta[j] = decay[j] * theta[j] - moved * lr / (math.sqrt(u) + eps)
         m[j], n[j] = new, v2
-    return True
 
 
 @jit
 def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first, last):
-    """:func:`naive.update_adamw` and :func:`naive.update_adams`; ``mask`` is ``[0, 0]`` where everything is sent.
+    """:func:`naive.update_adamw`; ``mask`` is ``[0, 0]`` where everything is sent.
 
-    ``given``: the mean, and the owner's own part of it, ``[R, q]``; AdamS, and AdamW without a mask, read the first.
-    ``moments``: the first, and the second (of AdamS the measured mean square, or ``[0, 0]``). ``by_row``: group, step,
-    scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: of AdamW N, ``1 / LONGEST_MOVE`` and the largest
-    number of the dtype; of AdamS the floor alone.
+    ``moments``: the first, and the second. ``given``: the mean, and the owner's own part of it, ``[R, q]``.
+    ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE`` and
+    the largest number of the dtype.
     """
     (exp_avg, second), (total, mine), sent, again = moments, given, theta.shape[1], 0
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
     table, in_table, sink = np.empty(_TABLE, theta.dtype), -1, np.empty(1)
-    present = len(mask) > 0, len(second) > 0
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -361,8 +323,8 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
             part = mine[row:stop].reshape(-1)
             corrections = _number(by_row[3], row), _number(by_row[4], row)
-            if move(rule, old, gradients, part, m, tau, decay, blend, n, numbers[g], corrections, present):
-                _write(second, places, n)
+            _move(rule, old, gradients, part, m, tau, decay, blend, n, numbers[g], corrections, len(mask) > 0)
+            _write(second, places, n)
             _write(exp_avg, places, m)
             _write_steps(last_step, places, now)
         row = stop

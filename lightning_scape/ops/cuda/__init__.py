@@ -8,8 +8,8 @@ quantize, dequantize, pack           bitwise
 gather_params, scatter_params        bitwise
 sweep                                bitwise: ``scale * grad`` is rounded before it is added or squared
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update_adams, update_adamw           ``exp`` rounds differently (2 units in the last place)
-checksum, fold, compact,             the twin, in larger parts: of few steps, or none
+update_adamw                         ``exp`` rounds differently (2 units in the last place)
+checksum, fold, compact, update_adams  the twin, in larger parts: of few steps, or none
 accumulate_exp_avg_sq
 pack_mask                            the twin, in larger parts: of the own shard
 gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent

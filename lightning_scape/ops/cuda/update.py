@@ -18,18 +18,6 @@ _UPDATE_CHUNK = 512
 
 
 @triton.jit
-def _adams_square(m, a, n, tau, steps, b1, one_minus_b1, b2, one_minus_b2, MEASURED: tl.constexpr):
-    """``v`` of :func:`naive.adams_step`; ``n`` is the share of the measured mean square."""
-    v = b2 * (m * m)
-    v += divide(one_minus_b2 * (a * a), steps)
-    if MEASURED:
-        steady = n * divide(one_minus_b1, 1 + b1)
-        floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, divide(a * a, steps))
-        v = tl.where(tau == 1, v, floored)
-    return v
-
-
-@triton.jit
 def _decay(whole, log_keep, tau, steps):
     """``(1 - lr*wd)**tau``."""
     shrunk = tl.exp(steps * log_keep)  # |whole|**tau
@@ -50,7 +38,6 @@ def _update_kernel(
     scale,
     group,
     lr,
-    beta1,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
@@ -60,7 +47,6 @@ def _update_kernel(
     correction,
     correction2,
     second,
-    floor,
     limit,
     count,
     momentum_stride,
@@ -73,9 +59,6 @@ def _update_kernel(
     ranks,
     MASKED: tl.constexpr,
     BY_GROUP: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    ADAMW: tl.constexpr,
-    MEASURED: tl.constexpr,
     LONGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -96,7 +79,6 @@ def _update_kernel(
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
         old = tl.load(theta + entry, mask=inside, other=0)
-        b1 = tl.load(beta1 + h, mask=inside, other=0)
         b2 = tl.load(beta2 + h, mask=inside, other=0)
         one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
         whole = tl.load(keep + h, mask=inside, other=1)
@@ -105,33 +87,27 @@ def _update_kernel(
         one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
         one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
         new = (1 - one_minus_bt) * m + one_minus_bt * divide(a, steps)
-        moved, common = steps * new, new
-        if CORRECTED:
-            divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
-            m, moved, common = divide(m, divisor), divide(moved, divisor), divide(new, divisor)
-        if ADAMW:
-            bounded = moved * (1 / LONGEST)
-            common = tl.where(tau == 1, 0, tl.maximum(common * common, bounded * bounded))
-            divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
-            v2 = tl.load(of_second, mask=inside, other=0)
-            largest = tl.load(limit)
-            squared = tl.minimum(a * a, largest)
-            if MASKED:
-                mine = tl.load(own + entry, mask=inside, other=0)
-                shared = tl.where(tau == 1, squared, tl.maximum(tl.minimum(mine * a, largest), -largest))
-                shared -= divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
-                v2 += divide(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
-                v2 = tl.maximum(v2, tl.where(tau == 1, one_minus_b2 * squared, 0))
-                seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
-                v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))
-            else:
-                v2 = b2 * v2 + one_minus_b2 * divide(squared, steps)
-            v2 = tl.minimum(v2, largest)
-            tl.store(of_second, v2, mask=inside)
-            v = tl.maximum(divide(v2, divisor2), common)
+        divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
+        moved, common = divide(steps * new, divisor), divide(new, divisor)
+        bounded = moved * (1 / LONGEST)
+        common = tl.where(tau == 1, 0, tl.maximum(common * common, bounded * bounded))
+        divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
+        v2 = tl.load(of_second, mask=inside, other=0)
+        largest = tl.load(limit)
+        squared = tl.minimum(a * a, largest)
+        if MASKED:
+            mine = tl.load(own + entry, mask=inside, other=0)
+            shared = tl.where(tau == 1, squared, tl.maximum(tl.minimum(mine * a, largest), -largest))
+            shared -= divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
+            v2 += divide(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
+            v2 = tl.maximum(v2, tl.where(tau == 1, one_minus_b2 * squared, 0))
+            seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
+            v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))
         else:
-            n = tl.load(of_second, mask=inside, other=0) * tl.load(floor) if MEASURED else a
-            v = _adams_square(m, a, n, tau, steps, b1, one_minus_b1, b2, one_minus_b2, MEASURED)
+            v2 = b2 * v2 + one_minus_b2 * divide(squared, steps)
+        v2 = tl.minimum(v2, largest)
+        tl.store(of_second, v2, mask=inside)
+        v = tl.maximum(divide(v2, divisor2), common)
         shrunk = _decay(whole, tl.load(log_keep + h, mask=inside, other=0), tau, steps)
         denominator = root(v) + tl.load(eps + h, mask=inside, other=1)
         change = divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
@@ -141,47 +117,19 @@ def _update_kernel(
 
 
 @CUDA.implements
-def update_adams(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
-) -> Tensor:
-    """See :func:`naive.update_adams`. One launch; what it reads of the moment and the last steps it writes back."""
-    theta, first = shard.theta, numbers.first
-    corrected = isinstance(first, Tensor) or first != 1.0
-    divisor = first if isinstance(first, Tensor) else theta.new_full((), first)
-    rule = {"CORRECTED": corrected, "ADAMW": False}
-    return _update(shard, mask, (mean, mean), numbers, (divisor, divisor), theta.new_full((), floor), 1, **rule)
-
-
-@CUDA.implements
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
-    assert shard.exp_avg_sq is not None
-    assert isinstance(numbers.first, Tensor)
-    assert numbers.second is not None
-    corrections, given = (numbers.first, numbers.second), (mean, mean if mine is None else mine)
-    return _update(shard, mask, given, numbers, corrections, shard.theta, ranks, CORRECTED=True, ADAMW=True)
-
-
-def _update(
-    shard: ShardState,
-    mask: Tensor | None,
-    given: tuple[Tensor, Tensor],
-    numbers: RowNumbers,
-    corrections: tuple[Tensor, Tensor],
-    floor: Tensor,
-    ranks: int,
-    **rule: bool,
-) -> Tensor:
-    """Launches the update; the two corrections are 0-dim or ``[R]``, both."""
     theta, exp_avg, second, last_step = shard
-    step, scale, group, (correction, correction2) = numbers.step, numbers.scale, numbers.group, corrections
+    step, scale, group = numbers.step, numbers.scale, numbers.group
+    given = mean, mean if mine is None else mine
+    assert second is not None
     assert theta.is_contiguous()
     assert all(each.is_contiguous() for each in given)
-    assert correction.dim() == correction2.dim()
+    assert numbers.first.dim() == numbers.second.dim()
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
-    hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
+    lr, _, *rest = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
     launching.launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _UPDATE_CHUNK),
@@ -194,28 +142,26 @@ def _update(
         again,
         scale.to(theta.device),
         again if group is None else group,
-        *hyper,
-        correction,
-        correction2,
-        exp_avg if second is None else second,
-        floor,
+        lr,
+        *rest,
+        numbers.first,
+        numbers.second,
+        second,
         theta.new_full((), torch.finfo(theta.dtype).max),
         theta.numel(),
         exp_avg.stride(0),
         last_step.stride(0),
-        exp_avg.stride(0) if second is None else second.stride(0),
+        second.stride(0),
         step.dim(),
         scale.dim(),
-        correction.dim(),
+        numbers.first.dim(),
         theta.shape[1],
         ranks,
         MASKED=mask is not None,
         BY_GROUP=group is not None,
-        MEASURED=second is not None,
         LONGEST=naive.LONGEST_MOVE,
         CHUNK=_UPDATE_CHUNK,
         num_warps=4,
-        **rule,
     )
     return again
 

@@ -172,15 +172,11 @@ def _part_of(grad: Tensor | None, whole: Piece, part: Piece) -> Tensor | None:
 
 
 @CHUNKED.implements
-def update_adams(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
-) -> Tensor:
-    return torch.stack(
-        [
-            naive.update_adams(shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows), floor)
-            for rows in _row_slices(mean)
-        ]
-    ).sum()
+def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> Tensor:
+    parts = [
+        naive.update_adams(shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows)) for rows in _row_slices(mean)
+    ]
+    return torch.stack(parts).sum()
 
 
 @CHUNKED.implements

@@ -56,7 +56,7 @@ class ShardState(NamedTuple):
     exp_avg: Tensor
     """``[R, B]`` of theta's dtype."""
     exp_avg_sq: Tensor | None
-    """Likewise. AdamS only reads it: the gradient's own mean square, or None."""
+    """Likewise; None: the update of AdamS."""
     last_step: Tensor
     """``[R, B]`` int32, step of each entry's last update."""
 
@@ -74,10 +74,10 @@ class RowNumbers(NamedTuple):
     """fp32; 0 changes nothing."""
     hyper: Hyper
     """0-dim, or ``[G]``."""
-    first: Tensor | float
-    """Divides first moments: ``1 - beta1**t``, or 1 for none."""
-    second: Tensor | None = None
-    """Divides second moments: ``1 - beta2**t``."""
+    first: Tensor
+    """Divides AdamW's first moments: ``1 - beta1**t``."""
+    second: Tensor
+    """Divides AdamW's second moments: ``1 - beta2**t``."""
     group: Tensor | None = None
     """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
 
@@ -124,9 +124,6 @@ def adams_step(
     tau: Tensor,
     total: Tensor,
     hyper: Hyper,
-    correction: Tensor | float,
-    local_exp_avg_sq: Tensor | None = None,
-    floor: float = 1.0,
 ) -> TauStep:
     """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
 
@@ -146,10 +143,7 @@ def adams_step(
     an m older still: it is stable up to 2.1, 0.27 and 0.024.
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
-    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, a share c of it is their least value (for
-    AdamS and noise alone ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
-
-        v     = b2*max(m**2, c*n*(1-b1)/(1+b1)) + (1-b2)*max(c*n, A**2/tau)
+    ``E[m**2]``.
 
     All tensors have one shape and float dtype; pure.
 
@@ -159,19 +153,11 @@ def adams_step(
         tau: steps since the last update, >= 1.
         total: A, mean over ranks of the gradients summed since the last update.
         hyper: lr, betas, eps, weight decay.
-        correction: divides both first moments; ``1 - b1**t``, or 1 for none.
-        local_exp_avg_sq: n, mean square of the averaged gradient per step; None is not known.
-        floor: c.
     """
     m, h = exp_avg, hyper
     new, moved = _first_moments(m, tau, total, h)
-    m2, g2 = (m / correction).square(), total.square() / tau
-    if local_exp_avg_sq is not None:
-        known = torch.where(tau == 1, 0.0, local_exp_avg_sq) * floor
-        g2 = torch.maximum(g2, known)
-        m2 = torch.maximum(m2, known * (h.one_minus_beta1 / (1 + h.beta1)))
-    v = m2 * h.beta2 + g2 * h.one_minus_beta2
-    return TauStep(_decay(tau, h) * theta - moved / correction * h.lr / (v.sqrt() + h.eps), new)
+    v = m.square() * h.beta2 + total.square() / tau * h.one_minus_beta2
+    return TauStep(_decay(tau, h) * theta - moved * h.lr / (v.sqrt() + h.eps), new)
 
 
 def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper) -> tuple[Tensor, Tensor]:

@@ -11,33 +11,11 @@ from lightning_scape.ops.registry import operation
 
 
 @operation
-def update_adams(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
-) -> Tensor:
-    """:func:`adams_step` on the masked entries of a shard; theta, exp_avg and last_step change in place.
-
-    Example: lr 1, no decay, both betas 0, eps 1e-30: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
-    last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, exp_avg ``[[0, -2]]``, last steps ``[[0, 1]]``,
-    and returns 1.
-
-    Args:
-        shard: changed in place, but for its mean square.
-        mask: ``[R, q]`` or None.
-        mean: ``[R, q]``, A of :func:`adams_step`.
-        numbers: of each row.
-        floor: as in :func:`adams_step`.
-
-    Returns:
-        0-dim int64: how many of the entries were updated in the step before too.
-    """
-    local, first = shard.exp_avg_sq, numbers.first
-    hyper = numbers.hyper.rows(numbers.group)
-    tau = _waits(shard, mask, numbers.step)
-    known = None if local is None else gather_blocks(local, mask).to(mean)
-    correction = column(first) if isinstance(first, Tensor) else first
-    exp_avg = gather_blocks(shard.exp_avg, mask)
-    new = adams_step(shard.theta, exp_avg, tau, mean, hyper, correction, known, floor)
-    return _write(shard._replace(exp_avg_sq=None), mask, numbers, new.theta, new.exp_avg, None)
+def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> Tensor:
+    """:func:`adams_step` on the masked entries of a shard; the rest as :func:`update_adamw`. No back end has a twin."""
+    hyper, tau = numbers.hyper.rows(numbers.group), _waits(shard, mask, numbers.step)
+    new = adams_step(shard.theta, gather_blocks(shard.exp_avg, mask), tau, mean, hyper)
+    return _write(shard, mask, numbers, new.theta, new.exp_avg, None)
 
 
 @operation
@@ -63,8 +41,6 @@ def update_adamw(
         0-dim int64: how many of the entries were updated in the step before too.
     """
     assert shard.exp_avg_sq is not None
-    assert isinstance(numbers.first, Tensor)
-    assert numbers.second is not None
     hyper, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
     tau = _waits(shard, mask, numbers.step)
     moments = gather_blocks(shard.exp_avg, mask), gather_blocks(shard.exp_avg_sq, mask)
