@@ -155,3 +155,17 @@ def test_one_batch_that_many_ranks_share_is_compared_with_one_adamw() -> None:
     found.append(row_of(runs.Run(**runs.scape(0.9), ranks=32, batch=1), 2.1))
     text = report.suite_table(report.lines_of(found), "made up")
     assert "| 32 | 1 x 64 bytes | SCAPE 90% | 1 | 2.1000 | +5.0% |" in text
+
+
+def test_what_many_ranks_should_choose_is_what_sends_least_within_one_percent(tmp_path: Path) -> None:
+    runs, report = load_example("quality_runs"), load_example("quality_report")
+    found = [row_of(runs.Run(method="adamw", ranks=4, batch=8), 2.0)]
+    losses = {(4, 0.9): 2.002, (4, 0.99): 2.016, (32, 0.9): 2.03, (32, 0.99): 2.06}
+    for (ranks, sparsity), loss in losses.items():
+        run = runs.Run(**runs.one_page(sparsity), ranks=ranks, batch=32 // ranks)
+        found.append(row_of(run, loss) | {"bytes": run.steps * (1 - sparsity) * 2})
+    by_ranks = report.lines_by_ranks(report.lines_of(found))
+    assert "| 4 | 8 | +0.1%, 0.2 | +0.8%, 0.02 | 99% |" in (text := report.ranks_table(by_ranks))
+    assert "| 32 | 1 | +1.5%, 0.2 | +3.0%, 0.02 | none |" in text
+    report.plot_ranks(by_ranks, tmp_path)
+    assert (tmp_path / "quality-many_ranks.png").exists()

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import record
@@ -44,14 +44,17 @@ class Line:
         row = next(iter(self.rows.values()))
         return float(row["bytes"]) / self.run.steps / float(row["parameters"])
 
-    def above(self, base: Line) -> str:
-        """The mean difference over shared seeds, with its standard error: of the loss, or of digits named right."""
+    def gaps(self, base: Line) -> list[float]:
+        """The differences of shared seeds: of the loss in percent, or of digits named right in points."""
         seeds = sorted(self.rows.keys() & base.rows.keys())
         pairs = [(self.rows[seed], base.rows[seed]) for seed in seeds if self is not base]
         if self.run.of_text:
-            unit, gaps = "%", [100 * (mine["loss"] / theirs["loss"] - 1) for mine, theirs in pairs]
-        else:
-            unit, gaps = " points", [100 * (mine["accuracy"] - theirs["accuracy"]) for mine, theirs in pairs]
+            return [100 * (mine["loss"] / theirs["loss"] - 1) for mine, theirs in pairs]
+        return [100 * (mine["accuracy"] - theirs["accuracy"]) for mine, theirs in pairs]
+
+    def above(self, base: Line) -> str:
+        """The mean of the gaps, with its standard error."""
+        unit, gaps = "%" if self.run.of_text else " points", self.gaps(base)
         if not gaps:
             return ""
         error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}" if len(gaps) > 1 else ""
@@ -84,8 +87,12 @@ def report(rows: Iterable[dict[str, Any]], suites: dict[str, list[Run]], out: Pa
         if found:
             which = "--short" if suite == "short" else f"--suite {suite}"
             command = f"python examples/benchmarks/quality.py {which}"
-            text = f"{suite_table(lines_of(found), suite)}\n\n{record.made_by(command, found)}"
-            record.write_table(out / f"quality-{suite}.md", text)
+            tables = [suite_table(lines_of(found), suite)]
+            if suite == "many_ranks":
+                by_ranks = lines_by_ranks(lines_of(found))
+                plot_ranks(by_ranks, out)
+                tables.insert(0, ranks_table(by_ranks))
+            record.write_table(out / f"quality-{suite}.md", "\n\n".join([*tables, record.made_by(command, found)]))
     if "rates" in suites:
         plot_rates(lines_of(row for run in suites["rates"] if (row := by_name.get(run.name))), out)
     drawn = [row for row in by_name.values() if row["curve"]]
@@ -166,7 +173,59 @@ def tried(dense: list[Line]) -> list[str]:
     return sentences
 
 
+class Point(NamedTuple):
+    """A sparsity with some number of ranks."""
+
+    bytes: float
+    """A step and parameter."""
+    gap: float
+    """Percent above AdamW."""
+    text: str
+    """The gap as a table has it."""
+
+
+def lines_by_ranks(lines: list[Line]) -> dict[tuple[int, int], dict[float, Point]]:
+    """By ranks and a rank's windows, then by sparsity, all that can be compared with AdamW."""
+    found: dict[tuple[int, int], dict[float, Point]] = {}
+    for line in sorted(lines, key=lambda line: (line.run.ranks, line.run.batch)):
+        base, sparsity = base_of(line, lines, "many_ranks"), dict(line.run.options).get("sparsity")
+        if sparsity is not None and base is not None and (gaps := line.gaps(base)):
+            point = Point(line.bytes, statistics.mean(gaps), line.above(base))
+            found.setdefault((line.run.ranks, line.run.batch), {})[sparsity] = point
+    return found
+
+
+def ranks_table(found: dict[tuple[int, int], dict[float, Point]]) -> str:
+    """Loss above AdamW's, and bytes a step and parameter; and what sends least of all within 1% of AdamW."""
+    sparsities = sorted({sparsity for points in found.values() for sparsity in points})
+    cells = []
+    for (ranks, windows), points in found.items():
+        near = [sparsity for sparsity in sparsities if sparsity in points and points[sparsity].gap <= 1]
+        least = min(near, key=lambda sparsity: points[sparsity].bytes, default=None)
+        shown = [f"{points[s].text}, {points[s].bytes:.2g}" if s in points else "-" for s in sparsities]
+        cells.append([str(ranks), str(windows), *shown, "none" if least is None else percent(least)])
+    return record.table(["ranks", "a rank's windows", *map(percent, sparsities), "least bytes within 1%"], cells)
+
+
+def percent(sparsity: float) -> str:
+    """As a label has it."""
+    return f"{sparsity:.1%}".replace(".0%", "%")
+
+
 # ------------------------------------------------------------------------------------------------------------- plots
+
+
+def plot_ranks(found: dict[tuple[int, int], dict[float, Point]], out: Path) -> None:
+    """Loss above AdamW's over bytes, a line for each number of ranks."""
+    figure, axis = plt.subplots(figsize=(8, 4.5))
+    for (ranks, windows), points in found.items():
+        sent, gaps, _ = zip(*(points[sparsity] for sparsity in sorted(points)), strict=True)
+        axis.plot(sent, gaps, marker="o", label=f"{ranks} x {windows}")
+        for sparsity, point in points.items():
+            axis.annotate(percent(sparsity), point[:2], fontsize="x-small")
+    axis.set(xlabel="bytes a step and parameter, mean of the run", ylabel="loss above AdamW, %")
+    axis.legend(title="ranks x windows of each", fontsize="small")
+    save(figure, out / "quality-many_ranks.png")
 
 
 def plot_rates(lines: list[Line], out: Path) -> None:

@@ -272,7 +272,7 @@ DOMAINS = [
 ]
 OF_MANY_RANKS = [
     {"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": batch}
-    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4))
+    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4), (4, 8))
 ]
 MANY_RANKS = on_one_page(8e-3, range(2), OF_MANY_RANKS, (0.99, 0.9, 0.98, 0.95, 0.995))
 SUITES |= {"domains": DOMAINS, "many_ranks": MANY_RANKS}
