@@ -22,11 +22,12 @@ from lightning_scape.checkpoint.inspection import verify
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
 JOB = ROOT / "tests" / "requeue_job.py"
-AT_FIRST = "$([[ $SLURM_RESTART_COUNT ]] && echo -1 || echo 1000000)"
+ENDLESS = "1000000"
+AT_FIRST = f"$([[ $SLURM_RESTART_COUNT ]] && echo -1 || echo {ENDLESS})"
 """Steps: trains until it is stopped; after that, five more."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"slurm: {missing()}")
+pytestmark = [pytest.mark.skipif(missing() is not None, reason=f"slurm: {missing()}"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +57,9 @@ def begins(log: Path) -> list[int]:
     return [int(step) for step in re.findall(r"begins at step (\d+)", log.read_text())] if log.exists() else []
 
 
-def trains(log: Path) -> bool:
-    """Whether both ranks have begun."""
-    return len(begins(log)) == 2
-
-
-def wait_for_steps(folder: Path, log: Path) -> None:
-    """Until the ranks train, and the first checkpoint is there."""
-    wait(lambda: any((folder / "saved").glob("*.ckpt")), f"the first checkpoint; {log.name} has:\n{read(log)}", 60)
+def trains(log: Path, starts: int = 1) -> bool:
+    """Whether both ranks have begun, in so many starts."""
+    return len(begins(log)) == 2 * starts
 
 
 def read(log: Path) -> str:
@@ -97,30 +93,37 @@ def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_pa
 # --------------------------------------------------------------------------------- jobs that are stopped, and go on
 
 
-class Timed(NamedTuple):
-    """A job whose time SLURM has been told to shorten; it looks at jobs' times every 30 s."""
+class Stopped(NamedTuple):
+    """A job that was stopped, and started again."""
 
     job: str
     log: Path
 
 
 @pytest.fixture(scope="module")
-def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Timed]:
-    """One that gets a signal before its time ends, and one that does not: SLURM looks at both at once."""
+def stopped(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
+    """One that gets a signal before its time ends, and one that is requeued by hand, and whose time then ends.
+
+    SLURM looks at the times of both at once, every 30 s.
+    """
     jobs = {}
-    for name, options in {"signal": ("--signal=SIGUSR1@70",), "none": ()}.items():
+    for name, steps, options in (("signal", AT_FIRST, ("--signal=SIGUSR1@70",)), ("hand", ENDLESS, ())):
         folder = tmp_path_factory.mktemp(name)
-        jobs[name] = Timed(*submit(cluster, folder, AT_FIRST, "--time=60", *options, pause=0.3, save_every=10**6))
-    for name, change in {"signal": "EndTime=now+75", "none": "EndTime=now"}.items():
-        job, log = jobs[name]
-        wait(functools.partial(trains, log), "the job trains", 300)
-        cluster.run("scontrol", "update", f"jobid={job}", change)
+        jobs[name] = Stopped(*submit(cluster, folder, steps, "--time=60", *options, pause=0.3, save_every=10**6))
+    for begun in jobs.values():
+        wait(functools.partial(trains, begun.log), "the job trains", 150)
+    cluster.run("scontrol", "update", f"jobid={jobs['signal'].job}", "EndTime=now+75")
+    job, log = jobs["hand"]
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for_requeue(job)
+    wait(functools.partial(trains, log, 2), "the job trains again", 150)
+    cluster.run("scontrol", "update", f"jobid={job}", "EndTime=now")
+    cluster.wait_for_requeue(jobs["signal"].job, TimeLimit="60")  # else the signal comes again, before the ranks train
     return jobs
 
 
-def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluster, timed: dict[str, Timed]) -> None:
-    job, log = timed["signal"]
-    cluster.wait_for_requeue(job, TimeLimit="60")  # else the signal comes again, while the ranks still import
+def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluster, stopped: dict[str, Stopped]) -> None:
+    job, log = stopped["signal"]
     assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
     saved = re.findall(r"all ranks save after step (\d+)", read(log))  # the first start's words are still there
     assert len(saved) == 1
@@ -129,19 +132,14 @@ def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluste
     assert (log.parent / "ended-1.json").exists()
 
 
-def test_a_job_at_the_end_of_its_time_saves(cluster: Cluster, timed: dict[str, Timed]) -> None:
+def test_a_job_that_is_requeued_by_hand_or_at_the_end_of_its_time_saves_and_goes_on(
+    cluster: Cluster, stopped: dict[str, Stopped]
+) -> None:
     """SLURM sends SIGTERM, and kills what lives `KillWait` later."""
-    job, log = timed["none"]
+    job, log = stopped["hand"]
     assert cluster.wait_for(job, *ENDED) == "TIMEOUT", read(log)
-    (saved,) = (log.parent / "saved").glob("*.ckpt")
-    verify(saved)
-
-
-def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
-    wait_for_steps(tmp_path, log)
-    cluster.run("scontrol", "requeue", job)
-    cluster.wait_for_requeue(job)
-    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
     assert len(begins(log)) == 4, read(log)
-    assert begins(log)[2] == begins(log)[3] >= 5
+    assert begins(log)[2] == begins(log)[3] > 0
+    by_hand, at_the_end = sorted((log.parent / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    verify(by_hand)
+    verify(at_the_end)

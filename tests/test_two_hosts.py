@@ -186,19 +186,19 @@ def test_a_rate_that_is_none_is_an_error(rate: str) -> None:
         Hosts(2, rate=rate)
 
 
-def benchmark(tmp_path: Path, what: str, *options: str) -> dict[str, dict[str, Any]]:
+def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, *options: str) -> dict[str, dict[str, Any]]:
     """Rows of a short form, by method."""
-    command = [sys.executable, str(BENCHMARKS / "two_hosts.py"), what, "--short", "--dirty", f"--out={tmp_path}"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["two_hosts.py", what, "--short", "--dirty", "--timeout=150", f"--out={tmp_path}", *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert load_example("two_hosts").main() == 0
     (table,) = tmp_path.glob("*.md")
     assert "| SCAPE 99% |" in table.read_text()
     return {row["settings"]["method"]: row for row in json.loads((tmp_path / f"{what}.json").read_text())}
 
 
 @two_host
-def test_a_step_sends_what_the_package_counts(tmp_path: Path) -> None:
-    rows = benchmark(tmp_path, "steps")
+def test_a_step_sends_what_the_package_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = benchmark(monkeypatch, tmp_path, "steps")
     assert (tmp_path / "steps-tiny-2x1.png").read_bytes().startswith(b"\x89PNG")
     assert set(rows) == set(load_example("two_hosts").STEPS)
     for method in ("scape-0.9", "scape-0.99", "sparseloco-30"):
@@ -208,8 +208,10 @@ def test_a_step_sends_what_the_package_counts(tmp_path: Path) -> None:
 
 
 @two_host
-def test_whole_runs_in_turns_end_near_ddps_loss_and_send_what_is_counted(tmp_path: Path) -> None:
-    rows = benchmark(tmp_path, "runs", "--methods", "ddp", "scape-0.99")
+def test_whole_runs_in_turns_end_near_ddps_loss_and_send_what_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = benchmark(monkeypatch, tmp_path, "runs", "--methods", "ddp", "scape-0.99")
     for row in rows.values():
         assert [point[0] for point in row["curve"]] == list(range(2, 25, 2))
         assert row["curve"][-1][1] <= row["seconds"] + 0.1
