@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,14 +48,24 @@ def wait_for(met: Callable[[], bool], process: subprocess.Popen, log: Path) -> N
         time.sleep(0.05)
 
 
+def run_until(rank: int, world_size: int, folder: Path, saved: Path, option: str) -> str:
+    """The first example, until its first checkpoint is there: then the rank is killed."""
+
+    def kill() -> None:
+        while not saved.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    return run(rank, world_size, folder, "pretrain_python.py", "--steps=5", option)
+
+
 def test_the_first_example_when_killed_goes_on_to_the_end_of_a_run_that_never_was(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    first = start(tmp_path, "log", EXAMPLES / "pretrain_python.py", "--steps=5", f"--out={killed}")
-    wait_for(lambda: (killed / "scape-99" / "last.ckpt").exists(), first, tmp_path / "log")
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    dead = run_ranks(run_until, 2, tmp_path, killed / "scape-99" / "last.ckpt", f"--out={killed}", expect_errors=True)
+    assert "exit code -9" in str(dead)
     assert not (killed / "result.json").exists()
     said = run_ranks(run, 2, tmp_path, "pretrain_python.py", "--steps=5", f"--out={killed}", "--resume")[0]
     run_ranks(run, 2, tmp_path, "pretrain_python.py", "--steps=5", f"--out={whole}")

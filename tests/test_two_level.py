@@ -294,7 +294,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def _fit_all(rank: int, world_size: int) -> None:
     """At density 1 nodes of two ranks end as flat ranks do."""
     for case, (kind, model, how) in CASES.items():
-        alone = {"kind": "as the user's"} if model.get("kind") == "by the user" else model
+        as_it_is = {"by the user": "as the user's", "compiled": ""}
+        alone = {name: as_it_is.get(value, value) for name, value in model.items()}
         flat = _fit(1, kind, alone, {**how, "options": {}})
         nodes = _fit(2, kind, model, how)
         # Sums over ranks in another order. Clipping: by the root mean square of the nodes' norms, or of the ranks'.
