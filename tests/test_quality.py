@@ -85,6 +85,17 @@ def test_the_dense_gradient_is_the_mean_over_ranks(bench: ModuleType) -> None:
         torch.testing.assert_close(parameter.grad, sum(grads) / len(grads), rtol=1e-4, atol=1e-7)
 
 
+def test_each_rank_uses_an_expert_of_its_own(bench: ModuleType) -> None:
+    training = bench.Training(small({"method": "adamw"}, task="experts", ranks=4))
+    (experts,) = (module.experts for module in training.model.modules() if hasattr(module, "experts"))
+    for rank, loader in enumerate(training.loaders):
+        training.task.loss(training.model, next(iter(loader))).backward()
+        used = [any(bool(p.grad.any()) for p in expert.parameters()) for expert in experts]
+        assert used == [of == rank for of in range(4)]
+        training.model.zero_grad()
+    assert 4 < training.evaluate()["loss"] < 7
+
+
 def test_sparseloco_counts_the_bytes_of_its_exchanges(bench: ModuleType) -> None:
     training, sent = bench.Training(small(load_example("quality_runs").sparseloco(3), steps=7)), []
     for _ in range(7):

@@ -392,8 +392,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     shown = [name for name in PHASES if name != "wait"]
     head = ["parameters", "dtype", "sparsity", "N", *(f"{name}, ms" for name in shown), "step, ms", "of the host, ms"]
     head += ["AdamW fused, ms", "AdamW and clipping, ms", "step / AdamW", "step / AdamW and clipping"]
-    lines = []
-    for row in (row for row in rows if "parameters" in row):
+    lines, timed = [], [row for row in rows if "parameters" in row]
+    for row in timed:
         us = row["microseconds"]
         times = [us.get(name, 0.0) for name in (*shown, "step", "host", "adamw", "adamw and clipping")]
         ratios = [us["step"] / us[name] for name in ("adamw", "adamw and clipping")]
@@ -406,7 +406,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "hidden" in row
     ]
-    return "\n\n".join([record.table(head, lines), " ".join(notes)])
+    return "\n\n".join([record.table(head, lines, [[row] for row in timed]), " ".join(notes)])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -433,6 +433,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def report(rows: list[dict[str, Any]], out: Path) -> None:
+    """The table and the picture."""
+    made = record.made_by("python examples/benchmarks/gpu.py", rows)
+    record.write_table(out / "gpu.md", f"{table(rows)}\n\n{made}")
+    plot(rows, out / "gpu.png")
+
+
 def main() -> None:
     args = parse_arguments()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -453,9 +460,7 @@ def main() -> None:
             rows.add([row | origin for row in measure(args, clock, size)])
         if hidden := overlap(args):
             rows.add([hidden | origin])
-    command = "python examples/benchmarks/gpu.py"
-    record.write_table(args.out / "gpu.md", f"{table(list(rows))}\n\n{record.made_by(command, rows)}")
-    plot(list(rows), args.out / "gpu.png")
+    report(list(rows), args.out)
 
 
 if __name__ == "__main__":

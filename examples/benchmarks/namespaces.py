@@ -201,9 +201,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
-def run_ranks(
-    hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, *, ranks_per_host: int = 1, port: int = 29500
-) -> None:
+def run_ranks(hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, *, ranks_per_host: int = 1) -> None:
     """Runs a Python script on every host, with what torchrun tells a rank, pinned to a core of its host's own.
 
     Args:
@@ -212,14 +210,13 @@ def run_ranks(
         logs: what a rank says goes to ``<logs>.rank<i>.log``.
         timeout: seconds.
         ranks_per_host: processes of a host.
-        port: where they meet, of the first host; each of several at a time needs its own.
 
     Raises:
         RuntimeError: a rank has failed, or time is up; the others are killed.
     """
     cores, size = sorted(os.sched_getaffinity(0)), len(hosts) * ranks_per_host
     paths = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(size)]
-    everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port, "WORLD_SIZE": size}
+    everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "WORLD_SIZE": size}
     everyone |= {"LOCAL_WORLD_SIZE": ranks_per_host, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
     everyone["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     running: list[subprocess.Popen[bytes]] = []

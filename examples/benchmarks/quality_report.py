@@ -87,14 +87,12 @@ def report(rows: Iterable[dict[str, Any]], suites: dict[str, list[Run]], out: Pa
         if found:
             which = "--short" if suite == "short" else f"--suite {suite}"
             command = f"python examples/benchmarks/quality.py {which}"
-            tables = [suite_table(lines_of(found), suite)]
+            tables = [suite_table(lines_of(found))]
             if suite == "many_ranks":
                 by_ranks = lines_by_ranks(lines_of(found))
                 plot_ranks(by_ranks, out)
                 tables.insert(0, ranks_table(by_ranks))
             record.write_table(out / f"quality-{suite}.md", "\n\n".join([*tables, record.made_by(command, found)]))
-    if "rates" in suites:
-        plot_rates(lines_of(row for run in suites["rates"] if (row := by_name.get(run.name))), out)
     drawn = [row for row in by_name.values() if row["curve"]]
     if drawn and "largest" in suites:
         plot_curves(lines_of(drawn), out)
@@ -103,29 +101,29 @@ def report(rows: Iterable[dict[str, Any]], suites: dict[str, list[Run]], out: Pa
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-def suite_table(lines: list[Line], suite: str) -> str:
+def suite_table(lines: list[Line]) -> str:
     """Sparse methods beside AdamW, in the same setting at AdamW's best rate; what all share stands below."""
     dense = [line for line in lines if line.run.method == "adamw"]
     alone = len(dense) == len(lines)
-    rates = shown_rates(lines, every=suite == "rates")
+    rates = shown_rates(lines)
     shown = [line for line in lines if alone or line.run.lr in rates.get(line.run.setting, ())]
     columns = {name: [column(line.run) for line in shown] for name, column in COLUMNS.items()}
     varied = [name for name, cells in columns.items() if len(set(cells)) > 1]
     common = [f"{name} {cells[0]}" for name, cells in columns.items() if name not in varied and cells[0]]
-    against = "bf16" if suite == "wires" else "AdamW"
-    head = [*varied, "method", "seeds", "loss", f"against {against}", "named right", "bytes a step and parameter"]
+    head = [*varied, "method", "seeds", "loss", "against AdamW", "named right", "bytes a step and parameter"]
     cells = []
     for index, line in enumerate(shown):
-        base = base_of(line, shown, suite)
+        base = base_of(line, shown)
         what = [*(columns[name][index] for name in varied), line.run.label, str(len(line.rows)), line.mean()]
         right = line.mean("accuracy", 100, 1, "%")
         cells.append([*what, line.above(base) if base else "", right, f"{line.bytes:.2g}"])
     notes = [f"All: {'; '.join(common)}.", *tried(dense)] if not alone else [f"All: {'; '.join(common)}."]
-    return "\n\n".join([record.table(head, cells), " ".join(notes)])
+    made_of = [line.rows.values() for line in shown]
+    return "\n\n".join([record.table(head, cells, made_of), " ".join(notes)])
 
 
-def shown_rates(lines: list[Line], *, every: bool) -> dict[Setting, set[float]]:
-    """Of each setting, the learning rates at which a sparse method ran: AdamW's best of them, or every one."""
+def shown_rates(lines: list[Line]) -> dict[Setting, set[float]]:
+    """Of each setting, AdamW's best of the learning rates at which a sparse method ran."""
     rates: dict[Setting, set[float]] = {}
     losses: dict[tuple[Setting, float], float] = {}
     for line in lines:
@@ -133,8 +131,6 @@ def shown_rates(lines: list[Line], *, every: bool) -> dict[Setting, set[float]]:
             losses[line.run.setting, line.run.lr] = line.rows[min(line.rows)]["loss"]
         else:
             rates.setdefault(line.run.setting, set()).add(line.run.lr)
-    if every:
-        return rates
     return {at: {min(tried, key=lambda lr: losses.get((at, lr), math.inf))} for at, tried in rates.items()}
 
 
@@ -150,10 +146,9 @@ COLUMNS = {
 }
 
 
-def base_of(line: Line, lines: list[Line], suite: str) -> Line | None:
-    """What a line is compared with: AdamW, whose ranks count as one; in the suite of wires, the same in bf16."""
-    label = f"{line.run.label}, wire_dtype=bf16" if suite == "wires" else "AdamW"
-    same = line.run.setting, line.run.lr, label
+def base_of(line: Line, lines: list[Line]) -> Line | None:
+    """What a line is compared with: AdamW, whose ranks count as one."""
+    same = line.run.setting, line.run.lr, "AdamW"
     return next((each for each in lines if (each.run.setting, each.run.lr, each.run.label) == same), None)
 
 
@@ -182,15 +177,18 @@ class Point(NamedTuple):
     """Percent above AdamW."""
     text: str
     """The gap as a table has it."""
+    rows: list[dict[str, Any]]
+    """That it comes from."""
 
 
 def lines_by_ranks(lines: list[Line]) -> dict[tuple[int, int], dict[float, Point]]:
     """By ranks and a rank's windows, then by sparsity, all that can be compared with AdamW."""
     found: dict[tuple[int, int], dict[float, Point]] = {}
     for line in sorted(lines, key=lambda line: (line.run.ranks, line.run.batch)):
-        base, sparsity = base_of(line, lines, "many_ranks"), dict(line.run.options).get("sparsity")
+        base, sparsity = base_of(line, lines), dict(line.run.options).get("sparsity")
         if sparsity is not None and base is not None and (gaps := line.gaps(base)):
-            point = Point(line.bytes, statistics.mean(gaps), line.above(base))
+            rows = [*line.rows.values(), *base.rows.values()]
+            point = Point(line.bytes, statistics.mean(gaps), line.above(base), rows)
             found.setdefault((line.run.ranks, line.run.batch), {})[sparsity] = point
     return found
 
@@ -204,7 +202,10 @@ def ranks_table(found: dict[tuple[int, int], dict[float, Point]]) -> str:
         least = min(near, key=lambda sparsity: points[sparsity].bytes, default=None)
         shown = [f"{points[s].text}, {points[s].bytes:.2g}" if s in points else "-" for s in sparsities]
         cells.append([str(ranks), str(windows), *shown, "none" if least is None else percent(least)])
-    return record.table(["ranks", "a rank's windows", *map(percent, sparsities), "least bytes within 1%"], cells)
+    made_of = [[row for point in points.values() for row in point.rows] for points in found.values()]
+    return record.table(
+        ["ranks", "a rank's windows", *map(percent, sparsities), "least bytes within 1%"], cells, made_of
+    )
 
 
 def percent(sparsity: float) -> str:
@@ -219,33 +220,13 @@ def plot_ranks(found: dict[tuple[int, int], dict[float, Point]], out: Path) -> N
     """Loss above AdamW's over bytes, a line for each number of ranks."""
     figure, axis = plt.subplots(figsize=(8, 4.5))
     for (ranks, windows), points in found.items():
-        sent, gaps, _ = zip(*(points[sparsity] for sparsity in sorted(points)), strict=True)
+        sent, gaps, *_ = zip(*(points[sparsity] for sparsity in sorted(points)), strict=True)
         axis.plot(sent, gaps, marker="o", label=f"{ranks} x {windows}")
         for sparsity, point in points.items():
             axis.annotate(percent(sparsity), point[:2], fontsize="x-small")
     axis.set(xlabel="bytes a step and parameter, mean of the run", ylabel="loss above AdamW, %")
     axis.legend(title="ranks x windows of each", fontsize="small")
     save(figure, out / "quality-many_ranks.png")
-
-
-def plot_rates(lines: list[Line], out: Path) -> None:
-    """Loss over the learning rate; what is within 1% of AdamW is shaded."""
-    by_label: dict[str, dict[float, float]] = {}
-    for line in lines:
-        by_label.setdefault(line.run.label, {})[line.run.lr] = statistics.mean(line.values("loss"))
-    if not by_label.get("AdamW"):
-        return
-    dense = dict(sorted(by_label["AdamW"].items()))
-    figure, axis = plt.subplots(figsize=(8, 4.5))
-    for label, losses in by_label.items():
-        axis.plot(*zip(*sorted(losses.items()), strict=True), marker="o", label=label)
-    within = [1.01 * loss for loss in dense.values()]
-    axis.fill_between(list(dense), list(dense.values()), within, color="grey", alpha=0.2, label="AdamW to AdamW + 1%")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(dense), [f"{rate:g}" for rate in dense])
-    axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)")
-    axis.legend(fontsize="small")
-    save(figure, out / "quality-rates.png")
 
 
 def plot_curves(lines: list[Line], out: Path) -> None:

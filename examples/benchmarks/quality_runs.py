@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -16,7 +15,9 @@ SIZES = {
     "3M": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},
     "10M": {"n_layer": 8, "n_embd": 320, "n_head": 5, "intermediate_size": 960},
     "30M": {"n_layer": 10, "n_embd": 512, "n_head": 8, "intermediate_size": 1536},
+    "85M": {"n_layer": 12, "n_embd": 768, "n_head": 12, "intermediate_size": 2048},
 }
+"""85M has the shape of GPT-2 small, whose other 39M parameters are an embedding of words."""
 BETAS = (0.9, 0.95)
 TORCH_BETAS = (0.9, 0.999)
 """torch's default."""
@@ -43,7 +44,8 @@ class Run:
     """adamw, adams, scape or sparseloco; one-page is SCAPE as scape_simple.py has it, with a compiled model."""
     task: str = "python"
     """python (a GPT of ``size`` predicts the next of ``context`` bytes), domains (each rank reads another of four kinds
-    of text) or domains-even (the same, dealt out evenly), digits-conv or digits-gru (images)."""
+    of text) or domains-even (the same, dealt out evenly), experts (domains, in each block one MLP for each kind),
+    digits-conv or digits-gru (images)."""
     size: str = "0.2M"
     ranks: int = 4
     batch: int = 8
@@ -81,7 +83,7 @@ class Run:
     @property
     def drawn(self) -> bool:
         """Whether a picture shows its loss over the steps."""
-        return self.size in ("10M", "30M")
+        return self.size in ("10M", "30M", "85M")
 
     @property
     def label(self) -> str:
@@ -184,11 +186,6 @@ def on_one_page(
     return [run for seed in seeds for each in settings for run in sweep(methods, [lr], [seed], **each)]
 
 
-def in_bf16(run: Run) -> Run:
-    """The same run with values in bf16, to be paired with it."""
-    return dataclasses.replace(run, options=tuple({**dict(run.options), "wire_dtype": "bf16"}.items()))
-
-
 # -------------------------------------------------------------------------------------------------------- the suites
 
 ADAMW: dict[str, Any] = {"method": "adamw"}
@@ -213,37 +210,22 @@ SHORT = [
     *sweep([paper(sparsity_warmup_steps=600), sparseloco(2)], [2e-3], **TINY),
 ]
 """Every method, a few steps each: whether all works, and whether a change moves a loss."""
+FOUR_DOMAINS = [{"task": task, "steps": 10_000} for task in ("domains", "domains-even")]
+OF_MANY_RANKS = [
+    {"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": batch}
+    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4), (4, 8))
+]
 SUITES: dict[str, list[Run]] = {
-    "1000_steps": [
-        *drop_in(16e-3, [8e-3, 32e-3], range(3), size="0.03M", steps=1000),
-        *drop_in(8e-3, [4e-3, 16e-3], range(10), size="0.03M", steps=1000, betas=TORCH_BETAS),
-    ],
     "10000_steps": [
-        *drop_in(8e-3, [4e-3, 16e-3], range(3), **LONG),
-        *drop_in(8e-3, [4e-3, 16e-3], range(3), betas=TORCH_BETAS, **LONG),
-        *drop_in(8e-3, [], range(3, 6), [0.9], betas=TORCH_BETAS, **LONG),
+        *drop_in(8e-3, [4e-3, 16e-3], range(5), **LONG),
+        *drop_in(8e-3, [4e-3, 16e-3], range(5), betas=TORCH_BETAS, **LONG),
     ],
-    "rates": [
-        run
-        for lr in (8e-3, 16e-3, 4e-3, 32e-3, 2e-3)
-        for run in sweep([ADAMW, scape(0.9), scape(0.99)], [lr], size="0.03M", betas=TORCH_BETAS)
-    ],
-    "digits": [
-        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
-        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-gru", **DIGITS),
-    ],
-    "sizes": [
-        *drop_in(4e-3, [2e-3, 8e-3], range(6), size="0.2M", steps=10_000, betas=TORCH_BETAS),
-        *drop_in(2e-3, [4e-3], size="1M", batch=4, steps=6000),
-    ],
-    "3M": sweep([ADAMW, scape(0.9), scape(0.99)], [1e-3], range(9), **EXAMPLE),
-    "largest_rates": [
-        *sweep([ADAMW], [1e-3, 5e-4, 2.5e-4], size="10M", steps=600, **LARGE),
-        *sweep([ADAMW], [1e-3, 5e-4, 2.5e-4], size="30M", steps=600, **LARGE),
-    ],
+    "0.2M": drop_in(4e-3, [2e-3, 8e-3], range(3), size="0.2M", steps=10_000, betas=TORCH_BETAS),
+    "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
+    "10M": drop_in(5e-4, size="10M", steps=4000, **LARGE),
     "largest": [
-        *drop_in(5e-4, seeds=(0, 1, 2), size="10M", steps=4000, **LARGE),
         *drop_in(5e-4, seeds=(0, 1), size="30M", steps=4000, **LARGE),
+        *drop_in(5e-4, size="85M", steps=4000, **LARGE),
     ],
     "ranks": [
         *sweep([ADAMW], [8e-3], (0, 1), size="0.03M", betas=TORCH_BETAS),
@@ -256,27 +238,17 @@ SUITES: dict[str, list[Run]] = {
             )
         ),
     ],
-    "sparseloco": [
-        *sweep([ADAMW, *map(sparseloco, (1, 5, 15, 30, 100))], [16e-3, 8e-3, 4e-3], size="0.03M"),
-        *sweep([ADAMW], [2e-3, 8e-3], size="0.2M", steps=10_000),
-        *sweep([ADAMW, sparseloco(15)], [4e-3], (0, 1), size="0.2M", steps=10_000),
-        *sweep([sparseloco(5)], [4e-3], size="0.2M", steps=10_000),
+    "many_ranks": on_one_page(8e-3, range(2), OF_MANY_RANKS, (0.99, 0.9, 0.98, 0.95, 0.995)),
+    "domains": [
+        *on_one_page(8e-3, range(5), [{**each, "size": "0.03M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
+        *on_one_page(8e-3, range(5), [{**each, "size": "0.03M"} for each in FOUR_DOMAINS]),
+        *on_one_page(4e-3, range(3), [{**each, "size": "0.2M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
+    ],
+    "domains_1M": on_one_page(2e-3, (0,), [{**each, "size": "1M", "batch": 4} for each in FOUR_DOMAINS], (0.9, 0.99)),
+    "experts": on_one_page(8e-3, range(3), [{"task": "experts", "betas": TORCH_BETAS, **LONG}], (0.9, 0.99)),
+    "digits": [
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-gru", **DIGITS),
     ],
 }
-"""By name; a suite of small models takes hours of one core, the largest models want a GPU."""
-FOUR_DOMAINS = [{"task": task, "steps": 10_000} for task in ("domains", "domains-even")]
-DOMAINS = [
-    *on_one_page(8e-3, range(5), [{**each, "size": "0.03M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
-    *on_one_page(8e-3, range(5), [{**each, "size": "0.03M"} for each in FOUR_DOMAINS]),
-    *on_one_page(4e-3, range(3), [{**each, "size": "0.2M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
-]
-OF_MANY_RANKS = [
-    {"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": batch}
-    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4), (4, 8))
-]
-MANY_RANKS = on_one_page(8e-3, range(2), OF_MANY_RANKS, (0.99, 0.9, 0.98, 0.95, 0.995))
-SUITES |= {"domains": DOMAINS, "many_ranks": MANY_RANKS}
-PACKED = [run for name in ("1000_steps", "10000_steps", "sizes", "digits", "3M") for run in SUITES[name]]
-PACKED += sweep([scape(0.9)], [8e-3], range(6, 9), betas=TORCH_BETAS, **LONG)
-SUITES["wires"] = [each for run in PACKED if run.method == "scape" for each in (run, in_bf16(run))]
-"""Values in 4 bits, and in bf16."""
+"""By name. A suite of small models takes hours of one core, 10M a night in the background; the largest want a GPU."""

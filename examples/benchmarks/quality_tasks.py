@@ -113,9 +113,13 @@ class Python:
         torch.manual_seed(self.run.seed)
         return build_gpt(self.run.size, self.run.context)
 
+    def predict(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the bytes that are right."""
+        return model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """In nats per byte."""
-        return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        return cross_entropy(*self.predict(model, batch))
 
     def joined(self, batches: list[Tensor]) -> Tensor:
         """Their windows one after the other."""
@@ -127,7 +131,7 @@ class Python:
         device = next(model.parameters()).device
         loss, accuracy = MeanMetric().to(device), MulticlassAccuracy(VOCABULARY, average="micro").to(device)
         for batch in (batch.to(device) for batch in self.validation):
-            logits, targets = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+            logits, targets = self.predict(model, batch)
             loss.update(cross_entropy(logits, targets), weight=targets.numel())
             accuracy.update(logits, targets)
         value = float(loss.compute())
@@ -148,6 +152,60 @@ class FourDomains(Python):
         """Each rank's windows."""
         run, apart = self.run, self.run.task == "domains"
         return [DomainWindows(run.ranks, run.batch, run.context, run.seed, rank, apart) for rank in range(run.ranks)]
+
+
+class OfExperts(FourDomains):
+    """The four domains, one a rank, and in every block an MLP for each domain: what one rank alone uses."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.validation = [
+            torch.cat([batch, torch.full_like(batch[:, :1], of)], 1) for of, batch in enumerate(self.validation)
+        ]
+
+    def loaders(self) -> list[Batches]:
+        """Each rank's windows, with their domain behind the last byte."""
+        run = self.run
+        return [NamedDomains(run.ranks, run.batch, run.context, run.seed, rank, True) for rank in range(run.ranks)]
+
+    def build_model(self) -> nn.Module:
+        """That of the other tasks, with new MLPs."""
+        gpt = super().build_model()
+        for block in gpt.transformer.h:
+            block.mlp = Experts([type(block.mlp)(gpt.config) for _ in range(4)])
+        return gpt.apply(gpt._init_weights)
+
+    def predict(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the bytes that are right."""
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.domains = batch[:, -1]
+        return super().predict(model, batch[:, :-1])
+
+
+class Experts(nn.Module):
+    """In place of an MLP: the one of a window's domain."""
+
+    domains: Tensor
+
+    def __init__(self, experts: list[nn.Module]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``[windows, T, C]``; what no window uses has a gradient of zeros."""
+        shares = (self.domains[:, None] == torch.arange(len(self.experts), device=x.device)).to(x.dtype)
+        return sum(expert(x) * share[:, None, None] for expert, share in zip(self.experts, shares.T, strict=True))
+
+
+class NamedDomains(DomainWindows):
+    """Windows of one domain a rank, each with the domain's number behind it."""
+
+    def of_all_ranks(self) -> Tensor:
+        """int64 ``[ranks, batch, context + 2]``."""
+        windows = super().of_all_ranks()
+        domains = torch.arange(self.ranks)[:, None, None] % 4
+        return torch.cat([windows, domains.expand(-1, self.batch, 1)], 2)
 
 
 class Digits:
@@ -276,6 +334,7 @@ TASKS: dict[str, Callable[[Run], Task]] = {
     "python": Python,
     "domains": FourDomains,
     "domains-even": FourDomains,
+    "experts": OfExperts,
     "digits-conv": Digits,
     "digits-gru": Digits,
 }

@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 ORIGIN = ("version", "commit", "dirty", "date", "machine")
 """Keys that each row has."""
+UNCERTAIN = (
+    "**To be made again**: a + means that the code had changes, or is that of the commit which added the result."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,25 +131,30 @@ class Rows:
         os.replace(new, self.path)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    rows = [head, ["---"] * len(head), *lines]
+def table(head: Sequence[str], lines: Iterable[Sequence[str]], made_of: Sequence[Iterable[dict[str, Any]]]) -> str:
+    """In Markdown. Where not all come from one commit, each line says which: ``made_of`` has its rows."""
+    codes = [", ".join(sorted({code_of(row) for row in rows})) for rows in made_of]
+    several = len(set(codes)) > 1 or any("," in code for code in codes)
+    shown = [[*line, f"{code}"] if several else list(line) for line, code in zip(lines, codes, strict=True)]
+    rows = [[*head, "code"] if several else list(head), ["---"] * (len(head) + several), *shown]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def code_of(row: dict[str, Any]) -> str:
+    """The commit that made a row; with a plus, if the tree had changes or is not known."""
+    return f"{row['commit'][:8]}{'' if row['dirty'] is False else '+'}"
+
+
 def made_by(command: str, rows: Iterable[dict[str, Any]]) -> str:
-    """The line under a table: the command, and the commits of its rows."""
-    commits: dict[tuple[str, str], int] = {}
-    for row in rows:
-        dirty = {True: " with changes", False: "", None: ", which added the result"}[row["dirty"]]
-        key = row["date"][:10], f"{row['commit']}{dirty}"
-        commits[key] = commits.get(key, 0) + 1
-    dates = sorted({date for date, _ in commits})
-    if len(commits) > 3:
-        shown = f"{sum(commits.values())} rows of {len(commits)} commits, {dates[0]} to {dates[-1]}"
-    else:
-        shown = "; ".join(f"{commit} ({date}, rows: {count})" for (date, commit), count in sorted(commits.items()))
-    return f"Command: `{command}`. Code: {shown}. Each row of the JSON file names its commit, date and machine."
+    """The line under a table: the command, and version, commit and date of its rows."""
+    found = list(rows)
+    codes = sorted({code_of(row) for row in found})
+    days = sorted({row["date"][:10] for row in found})
+    versions = sorted({row["version"] or "unknown" for row in found})
+    commit = f"commit {codes[0]}" if len(codes) == 1 else "commits in the column `code`"
+    when = " to ".join(dict.fromkeys([days[0], days[-1]]))
+    said = f"Command: `{command}`. Version {', '.join(versions)}, {commit}, {when}."
+    return f"{said} {UNCERTAIN}" if any(code.endswith("+") for code in codes) else said
 
 
 def write_table(path: Path, text: str) -> None:

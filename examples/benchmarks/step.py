@@ -198,7 +198,7 @@ def table(found: list[dict[str, Any]]) -> str:
         "\\* Of a rank's process, all threads, with sending and the making of the next mask, which run beside the next"
         " forward pass in training. \\** Above the model and its gradients. Medians; all optimizers in turns."
     )
-    return f"{record.table(head, lines)}\n\n{notes}"
+    return f"{record.table(head, lines, [[row] for row in found])}\n\n{notes}"
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
@@ -231,6 +231,13 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def report(rows: list[dict[str, Any]], out: Path) -> None:
+    """The table and the picture."""
+    made = record.made_by("python examples/benchmarks/step.py", rows)
+    record.write_table(out / "step.md", f"{table(rows)}\n\n{made}")
+    plot(rows, out / "step.png")
+
+
 def main() -> None:
     args = parse_arguments()
     origin = record.origin(args.dirty)
@@ -240,9 +247,7 @@ def main() -> None:
         row = run(args, sparsity, dtype)
         rows.add([row | origin])
         print({name: round(value, 2) for name, value in row["milliseconds"].items()}, flush=True)
-    command = "python examples/benchmarks/step.py"
-    record.write_table(args.out / "step.md", f"{table(list(rows))}\n\n{record.made_by(command, rows)}")
-    plot(list(rows), args.out / "step.png")
+    report(list(rows), args.out)
 
 
 if __name__ == "__main__":

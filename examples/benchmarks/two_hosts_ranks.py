@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -22,9 +23,11 @@ from litgpt import GPT, Config
 from namespaces import sent_bytes
 from quality_runs import Run
 from quality_tasks import build_gpt
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +70,7 @@ class Hooked(DDPStrategy):
     """DDP with a hook of torch's. Lightning registers hooks on CUDA only; gloo can do it, too.
 
     Args:
-        hook: ``"bf16"``, or ``"powersgd"`` (arXiv 1905.13727).
+        hook: ``"bf16"``, or ``"powersgd"`` (arXiv 1905.13727) with values in bf16.
         rank: width of PowerSGD's matrices.
     """
 
@@ -77,16 +80,12 @@ class Hooked(DDPStrategy):
         self._hook, self._rank = hook, rank
 
     def _register_ddp_hooks(self) -> None:
-        if self._hook == "bf16":
-            self.model.register_comm_hook(None, _bf16_hook)
-        else:
+        state, hook = None, default_hooks.bf16_compress_hook
+        if self._hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=self._rank, start_powerSGD_iter=2)
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def _bf16_hook(state, bucket):  # DDP wants its annotations as classes or not at all
-    # DDP knows torch's own hook by name and refuses it without CUDA.
-    return default_hooks.bf16_compress_hook(state, bucket)
+            hook = default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+        # DDP knows torch's own hook by name and refuses it without CUDA.
+        self.model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
 def strategy_of(method: str, scape: dict[str, Any], **both: Any) -> Any:
@@ -103,12 +102,84 @@ def strategy_of(method: str, scape: dict[str, Any], **both: Any) -> Any:
         return SparseLoCoStrategy(sync_every=int(number), **both)
     if kind == "powersgd":
         return Hooked("powersgd", int(number))
-    return {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": lambda: Hooked("bf16")}[method]()
+    if method == "ddp-bf16":
+        return Hooked("bf16")
+    return DDPStrategy() if method in ("ddp", "zero1") else Unsynchronized()
+
+
+def optimizer_of(method: str, module: nn.Module, rate: float | None, **settings: Any) -> torch.optim.Optimizer:
+    """AdamW, or what takes its place; ``rate`` is the learning rate of DeMo (arXiv 2411.19870)."""
+    if method == "zero1":
+        return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **settings)
+    if method == "demo":
+        from pytorch_optimizer import DeMo
+
+        decay = settings["weight_decay"]
+        return DeMo(module.parameters(), lr=rate, compression_top_k=8, compression_chunk=64, weight_decay=decay)
+    return torch.optim.AdamW(module.parameters(), **settings)
+
+
+class Outer(pl.Callback):
+    """torchft's DiLoCo (arXiv 2311.08105): each rank is a replica of its own, and its AdamW the inner optimizer.
+
+    Args:
+        sync_every: steps from one exchange to the next.
+        rate: of the outer optimizer.
+    """
+
+    def __init__(self, sync_every: int, rate: float) -> None:
+        self.sync_every, self.rate = sync_every, rate
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+
+        rank, size, host = dist.get_rank(), dist.get_world_size(), own_address()
+        found = [""]
+        if rank == 0:
+            self.server = LighthouseServer(bind=f"{host}:0", min_replicas=size, join_timeout_ms=10_000)
+            found = [f"http://{host}:{self.server.address().rpartition(':')[2]}"]  # it would name the machine
+        dist.broadcast_object_list(found)
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(minutes=5)),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=size,
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self.store.port,
+            lighthouse_addr=found[0],
+            replica_id=f"r{rank}",
+            hostname=host,
+            init_sync=False,
+            timeout=timedelta(minutes=5),
+        )
+        outer = torch.optim.SGD(module.parameters(), self.rate, momentum=0.9, nesterov=True)
+        options = {"sync_every": self.sync_every, "backup_device": torch.device("cpu"), "pin_memory": False}
+        self.open = contextlib.ExitStack()
+        self.open.enter_context(DiLoCo(self.manager, [module], trainer.optimizers[0], outer, **options))
+
+    def on_train_end(self, *_: Any) -> None:
+        self.open.close()
+        dist.barrier()  # who leaves first must not take the meeting place along
+        self.manager.shutdown(wait=False)
+
+
+def own_address() -> str:
+    """This host's, on the way to the first one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return str(way.getsockname()[0])
 
 
 def window_of(method: str) -> int:
-    """Steps from one exchange of SparseLoCo to the next; 0 for other methods."""
-    return int(method.partition("-")[2]) if method.startswith("sparseloco") else 0
+    """Steps from one exchange to the next; 0 for methods that exchange in every step."""
+    kind, _, number = method.partition("-")
+    return int(number) if kind in ("sparseloco", "diloco") else 0
 
 
 def trainer_of(args: SimpleNamespace, strategy: Any, callbacks: list[pl.Callback], **more: Any) -> pl.Trainer:
@@ -174,7 +245,8 @@ class RandomTokens(pl.LightningModule):
         return cross_entropy(self.gpt(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        settings = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        return optimizer_of(self.method, self, None, **settings)
 
 
 class Watch(pl.Callback):
@@ -240,13 +312,13 @@ def train(method: str, args: SimpleNamespace) -> dict[str, Any]:
     pl.seed_everything(args.seed)
     source = PythonSource(4, args.context, seed=args.seed)
     run = Run(method="adamw", size=args.model, context=args.context, steps=args.steps, lr=1e-3, warmup=0.05)
-    module = Bytes(run)
-    clock = Clock(method, args)
-    saved = ModelCheckpoint(Path(args.folder, f"saved-{method}"), "last", save_on_train_epoch_end=False)
+    module, clock = Bytes(run, method, args.rate), Clock()
+    outer = [Outer(window_of(method), args.rate)] if method.startswith("diloco") else []
+    saved = ModelCheckpoint(Path(args.folder, f"saved-{args.name}"), "last", save_on_train_epoch_end=False)
     trainer = trainer_of(
         args,
         strategy_of(method, {}, state_dict_type="sharded", async_save=True),
-        [clock, saved],
+        [*outer, clock, saved],
         max_steps=args.steps,
         val_check_interval=args.steps // args.validations,
         check_val_every_n_epoch=None,
@@ -256,7 +328,6 @@ def train(method: str, args: SimpleNamespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
-    clock.end_part(trainer)
     counted = [each.communicator.traffic.total for each in map(engine_of, trainer.optimizers) if each is not None]
     figures = {"points": clock.points, **end, "validating": clock.validating, "saving": clock.saving}
     return {**figures, "counted": sum(counted) if counted else None}
@@ -271,9 +342,10 @@ def engine_of(optimizer: Any) -> Any:
 class Bytes(pl.LightningModule):
     """The small GPT of quality.py, its optimizer and its schedule."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, method: str, rate: float | None) -> None:
         super().__init__()
-        self.run, self.gpt = run, build_gpt(run.size, run.context)
+        self.run, self.method, self.rate = run, method, rate
+        self.gpt = build_gpt(run.size, run.context)
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """In nats per byte."""
@@ -286,42 +358,26 @@ class Bytes(pl.LightningModule):
         self.log("val_loss", self.loss(batch), batch_size=len(batch), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.run.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        settings = {"lr": self.run.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        optimizer = optimizer_of(self.method, self, self.rate, **settings)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.run.at(step) / self.run.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Clock(pl.Callback):
-    """Loss, seconds and bytes at every validation, which ends a part; its counters stand still between two parts."""
+    """Loss, seconds and bytes at every validation."""
 
-    def __init__(self, method: str, args: SimpleNamespace) -> None:
-        self.method, self.args, self.part = method, args, 0
+    def __init__(self) -> None:
         self.points: list[dict[str, float]] = []
         self.validating = self.saving = 0.0
-        self.start = counters()
         self.since: float | None = None
-
-    def end_part(self, trainer: pl.Trainer) -> None:
-        """Tells two_hosts.py; what goes on beside training must not fall into another's turn."""
-        getattr(trainer.strategy, "wait_for_checkpoint", lambda: None)()
-        Path(self.args.folder, f"{self.method}-{self.part}-{dist.get_rank()}").touch()
-        self.part += 1
-
-    def await_part(self) -> None:
-        """Until two_hosts.py says that it is this run's turn."""
-        deadline = time.monotonic() + self.args.timeout
-        while not Path(self.args.folder, f"{self.method}-{self.part}").exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"its turn must come within {self.args.timeout:g} s, got none: another has failed")
-            time.sleep(0.1)
 
     def now(self) -> dict[str, float]:
         """What this run has taken so far."""
         return {name: value - self.start[name] for name, value in counters().items()}
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.end_part(trainer)
-        self.await_part()
+    def on_train_start(self, *_: Any) -> None:
+        dist.barrier()
         self.start = counters()
 
     def on_validation_start(self, *_: Any) -> None:
@@ -333,14 +389,10 @@ class Clock(pl.Callback):
         self.since = time.perf_counter()
         self.validating += self.since - self.began
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         if self.since is not None:  # the first batch after a validation, and after the checkpoint that follows it
             self.saving += time.perf_counter() - self.since
             self.since = None
-            self.end_part(trainer)
-            before = self.now()
-            self.await_part()
-            self.start = {name: self.start[name] + value - before[name] for name, value in self.now().items()}
 
 
 def counters() -> dict[str, float]:
