@@ -290,4 +290,4 @@ def test_a_method_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(sys, "argv", ["two_hosts.py", "steps", "--methods", "fast-1"])
     with pytest.raises(SystemExit):
         load_example("two_hosts").parse_arguments()
-    assert "--methods of those above, got 'fast'" in capsys.readouterr().err
+    assert "--rates numbers, got 'fast'" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import record
+import torch
 from namespaces import Hosts, bits_per_second, missing, run_ranks
 
 RANKS = str(Path(__file__).with_name("two_hosts_ranks.py"))
@@ -318,10 +319,50 @@ def show(row: dict[str, Any], cell: Cell, losses: dict[tuple[str, int], float | 
     return f"{row['seconds']:,.0f} s{ratio}; {'never' if reached is None else f'{reached:,.0f} s'}"
 
 
+PLANNED = {"ddp": "DDP fp32", "ddp-bf16": "DDP bf16", "scape-0.9": "SCAPE 90%", "scape-0.99": "SCAPE 99%"}
+PLANNED |= {f"sparseloco-{steps}": "SparseLoCo, H=30" for steps in (15, 30)}
+"""What `plan` calls them; an exchange every 15 steps takes as long as one every 30, to its precision."""
 NOTES = {
     "steps": "Medians. In brackets: over compute only in the same call. No warm-up of the sparsity.",
     "runs": "A whole run, in brackets over compute only in the same call; then: until DDP's final loss + 2%.",
 }
+
+
+def planned(cells: list[Cell]) -> list[str]:
+    """Of each newest cell with one rank a host: what `lightning-scape plan` names for it, and what was the fastest.
+
+    Both are the first, from DDP on, that takes at most a tenth longer than the shortest.
+    """
+    from lightning_scape.tools import plan
+
+    found = {}
+    for cell in cells:
+        names = {name: row["seconds"] for method, row in cell.items() if (name := PLANNED.get(method))}
+        at = next(iter(cell.values()))["settings"]
+        numels = numels_of(at["model"], at["context"], runs="steps" in at)
+        if "compute" not in cell or len(names) < 2 or at["ranks_per_host"] > 1 or not numels:
+            continue
+        steps = at.get("steps", 1)
+        rows = plan.plan(numels, at["hosts"], bits_per_second(at["link"]) / 8, alone(cell) / steps, steps)
+        rows = [row if "steps" in at else row._replace(run_seconds=row.step_seconds) for row in rows]
+        rows = [row for row in rows if row.method in names]
+        measured = [row._replace(run_seconds=names[row.method]) for row in rows]
+        named, fastest = plan.advised(rows).method, plan.advised(measured).method
+        was = "which was the fastest" if named == fastest else f"but {fastest} was the fastest"
+        found[at["link"]] = f"At {at['link']}/s `plan` names {named}, {was}."
+    return list(found.values())
+
+
+def numels_of(model: str, context: int, *, runs: bool) -> list[int]:
+    """Entries of each parameter of a cell's model; none where it has no name that `plan` knows."""
+    from quality_tasks import build_gpt
+
+    from lightning_scape.tools import plan
+
+    if not runs:
+        return [] if model == "tiny" else plan.numels_of(model)
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in build_gpt(model, context).parameters()]
 
 
 def tried(cells: list[Cell]) -> list[str]:
@@ -391,7 +432,7 @@ def report(what: str, rows: Iterable[Row], out: Path) -> list[str]:
         cells = cells_of(found)
         drifted = drifts(cells)
         wrong += drifted
-        notes = " ".join([NOTES[what], *tried(cells), *drifted])
+        notes = " ".join([NOTES[what], *tried(cells), *planned(cells), *drifted])
         command = f"sudo python examples/benchmarks/two_hosts.py {what}"
         record.write_table(out / f"{name}.md", "\n\n".join([table(cells), notes, record.made_by(command, found)]))
         if any("compute" in cell for cell in cells):
