@@ -3,9 +3,9 @@
     python examples/benchmarks/quality.py --short              # every method, a few steps each: under a minute
     python examples/benchmarks/quality.py --suite 10000_steps  # AdamW's settings, unchanged: hours of one core
     python examples/benchmarks/quality.py --suite largest --device cuda
-    python examples/benchmarks/quality.py --report             # tables and a plot of the rows that are there
+    python examples/benchmarks/quality.py --report             # tables and plots of the rows that are there
 
-Each run adds its row to <out>/quality.json; the report writes a table a suite, <out>/quality-<suite>.md, and the plot.
+Each run adds its row to <out>/quality.json; the report writes a table a suite, <out>/quality-<suite>.md, and the plots.
 A run that was stopped goes on from its last snapshot, in <out>/snapshots, bit for bit. One that has a row is not run
 again; with --again it is, if another commit made the row. Runs in bf16-mixed (10M and 30M parameters) and of the
 one-page version compile the model, for which torch wants a C++ compiler.

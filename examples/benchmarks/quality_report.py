@@ -80,11 +80,11 @@ def in_order(line: Line) -> tuple[Any, ...]:
 
 
 def report(rows: Iterable[dict[str, Any]], suites: dict[str, list[Run]], out: Path) -> None:
-    """A table of each suite that has rows, and the plots."""
+    """A table of each suite that has rows of more than AdamW, and the plots."""
     by_name = {row["name"]: row for row in rows}
     for suite, runs in suites.items():
         found = [by_name[run.name] for run in runs if run.name in by_name]
-        if found:
+        if any(row["settings"]["method"] != "adamw" for row in found):
             which = "--short" if suite == "short" else f"--suite {suite}"
             command = f"python examples/benchmarks/quality.py {which}"
             tables = [suite_table(lines_of(found))]
@@ -104,9 +104,8 @@ def report(rows: Iterable[dict[str, Any]], suites: dict[str, list[Run]], out: Pa
 def suite_table(lines: list[Line]) -> str:
     """Sparse methods beside AdamW, in the same setting at AdamW's best rate; what all share stands below."""
     dense = [line for line in lines if line.run.method == "adamw"]
-    alone = len(dense) == len(lines)
     rates = shown_rates(lines)
-    shown = [line for line in lines if alone or line.run.lr in rates.get(line.run.setting, ())]
+    shown = [line for line in lines if line.run.lr in rates.get(line.run.setting, ())]
     columns = {name: [column(line.run) for line in shown] for name, column in COLUMNS.items()}
     varied = [name for name, cells in columns.items() if len(set(cells)) > 1]
     common = [f"{name} {cells[0]}" for name, cells in columns.items() if name not in varied and cells[0]]
@@ -117,7 +116,7 @@ def suite_table(lines: list[Line]) -> str:
         what = [*(columns[name][index] for name in varied), line.run.label, str(len(line.rows)), line.mean()]
         right = line.mean("accuracy", 100, 1, "%")
         cells.append([*what, line.above(base) if base else "", right, f"{line.bytes:.2g}"])
-    notes = [f"All: {'; '.join(common)}.", *tried(dense)] if not alone else [f"All: {'; '.join(common)}."]
+    notes = [f"All: {'; '.join(common)}.", *tried(dense)]
     made_of = [line.rows.values() for line in shown]
     return "\n\n".join([record.table(head, cells, made_of), " ".join(notes)])
 
