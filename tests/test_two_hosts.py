@@ -252,10 +252,12 @@ def test_a_rival_of_another_package_trains(
 
 def test_compute_only_that_differs_before_and_after_is_said() -> None:
     two_hosts = load_example("two_hosts")
-    row = {"seconds": 100.0, "settings": {"link": "1gbit"}}
-    assert two_hosts.drifts([{"compute": {**row, "again": 102.9}}, {"compute": row}, {}]) == []
-    (said,) = two_hosts.drifts([{"compute": {**row, "again": 96.9}}])
-    assert "To be made again" in said
+    row = {"seconds": 100.0, "settings": {"link": "1gbit", "method": "compute"}, "curve": []}
+    assert two_hosts.drifts([{"compute": row}, {"compute": {**row, "again": 102.9}}, {}]) == []
+    for wrong, took in (({**row, "again": 96.9}, "took 96.9 s"), (row, "did not run")):
+        (said,) = two_hosts.drifts([{"compute": wrong}])
+        assert "To be made again" in said
+        assert took in said
     assert two_hosts.alone({"compute": {**row, "again": 102.0}}) == 101.0
 
 

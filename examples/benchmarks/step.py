@@ -178,7 +178,12 @@ def table(found: list[dict[str, Any]]) -> str:
     """A line a row."""
     head = ["parameters", "ranks", "dtype", "sparsity", "wire", "a step, ms", "of it messages", "processor time*, ms"]
     head += ["AdamW(foreach), ms", "AdamW(fused), ms", "over foreach", "over fused"]
-    head += ["sent by a rank, KB", "peak memory**, bytes per parameter", "more than --against, ms"]
+    head += [
+        "sent by a rank, KB",
+        "peak memory**, bytes per parameter",
+        "more than --against, ms",
+        "a core copies, GB/s",
+    ]
     lines = []
     for row in found:
         ms, given, size = row["milliseconds"], row["settings"], row["parameters"]
@@ -192,6 +197,7 @@ def table(found: list[dict[str, Any]]) -> str:
                 f"{sum(row['bytes'].values()) / 1e3:,.0f}",
                 f"{row['peak_bytes'] / size:.1f}",
                 more,
+                str(row["machine"]["memory_gb_per_second"] or "-"),
             ]
         )
     notes = (

@@ -238,15 +238,17 @@ def alone(cell: Cell) -> float:
 
 
 def drifts(cells: list[Cell]) -> list[str]:
-    """A sentence for each link at which compute only took another time after the others than before."""
+    """A sentence for each link at which compute only took another time after the others than before, or never ran."""
     found = []
-    for row in (cell["compute"] for cell in cells if "again" in cell.get("compute", {})):
-        if abs(row["again"] / row["seconds"] - 1) > DRIFT:
-            link, before, after = row["settings"]["link"], row["seconds"], row["again"]
-            found.append(
-                f"**To be made again**: at {link}/s compute only took {before:,.1f} s before and {after:,.1f} s after"
-                f" the others, which may differ by {DRIFT:.0%}."
-            )
+    for (method, link), (row, _) in newest_of(cells).items():
+        if method == "compute" and "curve" in row:
+            before, after = row["seconds"], row.get("again")
+            if after is None or abs(after / before - 1) > DRIFT:
+                took = "did not run" if after is None else f"took {after:,.1f} s"
+                found.append(
+                    f"**To be made again**: at {link}/s compute only took {before:,.1f} s before the others and {took}"
+                    f" after them, which may differ by {DRIFT:.0%}."
+                )
     return found
 
 
