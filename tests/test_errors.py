@@ -152,13 +152,15 @@ def test_a_new_optimizer_never_meets_a_message_of_the_one_before(run_ranks: RunR
     assert run_ranks(build_again_and_again, 2) == [12, 12]
 
 
-class Guarded(Regression):
-    """Leaves a step out where its own gradients are not finite, as one may under DDP."""
-
+class ByHand(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.taken: list[int] = []
+
+
+class Guarded(ByHand):
+    """Leaves a step out where its own gradients are not finite, as one may under DDP."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -170,13 +172,8 @@ class Guarded(Regression):
             self.taken.append(batch_idx)
 
 
-class PassesOver(Regression):
+class PassesOver(ByHand):
     """Rank 1 alone leaves a step out, by what no gradient says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.taken: list[int] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))

@@ -92,7 +92,6 @@ CELLS = [
     (0.99, 5, parts_of_blocks, Exact),
     (0.999, 2, all_on_one, Scape),
     (0.999, 3, each_on_one, Exact),
-    (0.999, 5, parts_of_blocks, Scape),
 ]
 
 

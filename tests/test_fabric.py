@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from trainer_helpers import MARKS, WIDTH, GivenRanks, gathered, make_trainer, weights
+from trainer_helpers import MARKS, WIDTH, GivenRanks, gathered, make_trainer, use_all, weights
 
 from lightning_scape import (
     FabricScapeStrategy,
@@ -360,16 +360,9 @@ USES = [
 ]
 
 
-def use_fabric(rank: int, world_size: int, method: str, folder: str) -> int:
-    for use in USES:
-        use(rank, method, folder)
-        dist.barrier()
-    return len(USES)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_scripts_for_fabrics_ddp_run_as_they_are(run_ranks: Any, tmp_path: Path, method: str) -> None:
-    assert run_ranks(use_fabric, 2, method, str(tmp_path)) == [len(USES)] * 2
+    assert run_ranks(use_all, 2, USES, method, str(tmp_path)) == [len(USES)] * 2
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launcher
 import pytest
 from slurm_cluster import Cluster, missing, wait
 
@@ -32,7 +33,8 @@ pytestmark = [pytest.mark.skipif(missing() is not None, reason=f"slurm: {missing
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Its jobs find `python` as in an environment with the package."""
+    """Its jobs find `python` as in an environment with the package, and what numba has to compile in a new clone."""
+    launcher.World(1, tmp_path_factory.mktemp("ranks")).end()  # its server compiles that, as every other would
     tools = tmp_path_factory.mktemp("bin")
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tools / "python").chmod(0o755)

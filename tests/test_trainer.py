@@ -47,6 +47,7 @@ from trainer_helpers import (
     gathered,
     loader,
     make_trainer,
+    use_all,
     weights,
 )
 
@@ -589,18 +590,9 @@ CALLBACKS = [
 ]
 
 
-def with_callbacks(rank: int, world_size: int, method: str, folder: str) -> int:
-    for use in CALLBACKS:
-        place = Path(folder, use.__name__)
-        place.mkdir(exist_ok=True)
-        use(rank, method, str(place))
-        dist.barrier()
-    return len(CALLBACKS)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_lightnings_callbacks_do_what_they_do_under_ddp(run_ranks: Any, tmp_path: Path, method: str) -> None:
-    assert run_ranks(with_callbacks, 2, method, str(tmp_path)) == [len(CALLBACKS)] * 2
+    assert run_ranks(use_all, 2, CALLBACKS, method, str(tmp_path)) == [len(CALLBACKS)] * 2
 
 
 # ------------------------------------------------------------------------------------------------ the life of a Trainer
@@ -832,18 +824,9 @@ LIFE = [
 ]
 
 
-def live(rank: int, world_size: int, method: str, folder: str) -> int:
-    for use in LIFE:
-        place = Path(folder, use.__name__)
-        place.mkdir(exist_ok=True)
-        use(rank, method, str(place))
-        dist.barrier()
-    return len(LIFE)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trainers_life_is_as_under_ddp(run_ranks: Any, tmp_path: Path, method: str) -> None:
-    assert run_ranks(live, 2, method, str(tmp_path)) == [len(LIFE)] * 2
+    assert run_ranks(use_all, 2, LIFE, method, str(tmp_path)) == [len(LIFE)] * 2
 
 
 def hold(rank: int, world_size: int, method: str, folder: str) -> list[tuple[int, int]]:

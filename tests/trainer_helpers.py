@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +26,16 @@ MARKS = [
 """Of every module that uses a Trainer: what Lightning says, and is meant."""
 WIDTH, BATCH, BATCHES = 7, 4, 6
 """Features; samples per rank and batch; batches per rank and epoch, if there are two ranks."""
+
+
+def use_all(rank: int, world_size: int, uses: list[Callable[[int, str, str], None]], method: str, folder: str) -> int:
+    """For ``run_ranks``: some functions one after the other, each in a folder of its own; how many they were."""
+    for use in uses:
+        place = Path(folder, use.__name__)
+        place.mkdir(exist_ok=True)
+        use(rank, method, str(place))
+        dist.barrier()
+    return len(uses)
 
 
 class GivenRanks(ClusterEnvironment):

@@ -1,4 +1,4 @@
-"""Method: what a host, a checkpoint, a monitor and a planner may ask of a method of training, and nothing else."""
+"""Method: what a host, a checkpoint and a monitor may ask of a method of training, and nothing else."""
 
 from __future__ import annotations
 
