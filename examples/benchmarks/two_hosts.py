@@ -45,7 +45,7 @@ import torch
 from namespaces import Hosts, bits_per_second, missing, run_ranks
 
 RANKS = str(Path(__file__).with_name("two_hosts_ranks.py"))
-STEPS = ["compute", "ddp", "ddp-bf16", "powersgd-1", "fsdp", "scape-0.9", "scape-0.99", "sparseloco-30"]
+STEPS = ["compute", "ddp", "ddp-bf16", "zero1", "powersgd-4", "fsdp", "scape-0.9", "scape-0.99", "sparseloco-30"]
 RUNS = ["compute", "ddp", "ddp-bf16", "zero1", "powersgd-4", "demo", "diloco-15"]
 RUNS += ["scape-0.9", "scape-0.99", "sparseloco-15"]
 PACKAGES = {"demo": "pytorch_optimizer", "diloco": "torchft"}

@@ -9,10 +9,9 @@ SCAPE       ``C + t``              its messages are waited for
 SparseLoCo  ``C + t / H``          one exchange after ``H`` steps
 =========== ====================== ==============================================================================
 
-The method's own work, latency and slower ranks are left out. Of 39 steps and runs that were measured between two hosts
-of CPUs, at 10 Mbit/s to 10 Gbit/s, half are within 5.6%. In 8 of 10 cells the fastest method is the one that is named.
-In the other two that is DDP: where the CPU that computes also sends (gloo), its messages do not hide, and a step took
-up to 1.5 times as long. Count ``C + t`` there.
+The method's own work, latency and slower ranks are left out; ``examples/benchmarks/two_hosts.py`` compares with what it
+measures. Where the CPU that computes also sends (gloo), DDP's messages do not hide, and a step took up to 1.5 times as
+long. Count ``C + t`` there.
 """
 
 from __future__ import annotations
