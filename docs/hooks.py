@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"(\]\()\.\./([\w./-]+)")
-TABLE = re.compile(r"^\[[^\]]+\]\(\.\./(examples/benchmarks/results/[\w/-]+\.md)\)$", re.MULTILINE)
+TABLE = re.compile(r"^\[[^\]]+\]\(\.\./(examples/benchmarks/results/[\w./-]+\.md)\)$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
