@@ -96,17 +96,6 @@ def test_one_rank_clips_by_the_exact_norm() -> None:
     assert factor == pytest.approx(0.25, rel=1e-4)
 
 
-def test_value_clipping_clamps_at_the_fold() -> None:
-    params = parameters(((50,),))
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, **FP32))
-    ledger = Ledger(optimizer)
-    params[0].grad = torch.linspace(-5, 5, 50)
-    optimizer.clip_grad_value(1.0)
-    optimizer.step()
-    assert torch.equal(ledger.totals()[0], torch.linspace(-5, 5, 50).clamp(-1, 1).double())
-    assert params[0].grad.max() == 5.0
-
-
 def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
     params = parameters(((50,),))
     optimizer = ScapeOptimizer(params, config=ScapeConfig(**FP32))
@@ -141,25 +130,20 @@ def test_the_step_sees_what_was_written_past_autograd_since_it_asked(change: str
     assert torch.equal(ledger.totals()[0], torch.full((48,), 0.5).double().view_as(ledger.totals()[0]))
 
 
-@pytest.mark.parametrize(
-    ("change", "then", "kind"), [("in place", "step", "norm"), ("another", "clip", "value"), ("gone", "step", "value")]
-)
-def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(
-    change: str, then: str, kind: str
-) -> None:
+@pytest.mark.parametrize(("change", "then"), [("in place", "step"), ("another", "clip"), ("gone", "step")])
+def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(change: str, then: str) -> None:
     params = parameters()
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     set_gradients(params, 0, 0)
     before = values(params)
-    clip = optimizer.clip_grad_norm if kind == "norm" else optimizer.clip_grad_value
-    clip(1.0)
+    optimizer.clip_grad_norm(1.0)
     assert params[1].grad is not None
     if change == "in place":
         params[1].grad.view(-1)[0] = float("nan")
     else:
         params[1].grad = None if change == "gone" else params[1].grad.clone()
     with pytest.raises(RuntimeError, match=r"must stay as they are once .*, got another one for parameter 1\."):
-        optimizer.step() if then == "step" else clip(1.0)
+        optimizer.step() if then == "step" else optimizer.clip_grad_norm(1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, values(params), strict=True))
     optimizer.zero_grad()
     set_gradients(params, 0, 1)
@@ -167,20 +151,16 @@ def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(
     assert not torch.equal(before[1], params[1])
 
 
-@pytest.mark.parametrize(("kind", "bounds"), [("norm", (0.5, 1e9)), ("norm", (1e9, 0.5)), ("value", (0.5, 0.25))])
-def test_what_is_clipped_twice_is_clipped_as_torch_does(kind: str, bounds: tuple[float, float]) -> None:
+@pytest.mark.parametrize("bounds", [(0.5, 1e9), (1e9, 0.5)])
+def test_what_is_clipped_twice_is_clipped_as_torch_does(bounds: tuple[float, float]) -> None:
     """The last call alone counted: who logged `clip_grad_norm(inf)` behind his clipping trained without it."""
     parameter, reference = nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, **FP32))
     ledger = Ledger(optimizer)
     parameter.grad, reference.grad = torch.linspace(-5, 5, 50), torch.linspace(-5, 5, 50)
     for bound in bounds:
-        if kind == "norm":
-            expected = nn.utils.clip_grad_norm_([reference], bound)
-            torch.testing.assert_close(optimizer.clip_grad_norm(bound), expected, rtol=1e-4, atol=0)
-        else:
-            nn.utils.clip_grad_value_([reference], bound)
-            optimizer.clip_grad_value(bound)
+        expected = nn.utils.clip_grad_norm_([reference], bound)
+        torch.testing.assert_close(optimizer.clip_grad_norm(bound), expected, rtol=1e-4, atol=0)
     optimizer.step()
     torch.testing.assert_close(ledger.totals()[0], reference.grad.double(), rtol=1e-4, atol=0)
 
@@ -190,8 +170,6 @@ def test_clip_bounds_must_be_positive(bad: float) -> None:
     optimizer = ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(ValueError, match=r"`max_norm` must be > 0, got"):
         optimizer.clip_grad_norm(bad)
-    with pytest.raises(ValueError, match=r"`clip_value` must be > 0, got"):
-        optimizer.clip_grad_value(bad)
 
 
 # --------------------------------------------------------------------------------------------------------- not finite

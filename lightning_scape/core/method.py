@@ -44,28 +44,12 @@ class Surroundings:
 class Clipping(ABC):
     """The clipping of a method whose step uses the gradient averaged over ranks, which no rank holds."""
 
-    @property
-    @abstractmethod
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Those that the method trains."""
-
     @abstractmethod
     def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Bounds the norm of the averaged gradient in the coming step. Collective.
 
         Returns:
             The norm before, 0-dim; not finite if any rank's gradient is not.
-        """
-
-    @abstractmethod
-    def value(self, bound: float) -> None:
-        """Bounds each entry of this rank's gradient in the coming step."""
-
-    @abstractmethod
-    def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """A norm, 0-dim; if a gradient of any rank is not finite, it is not finite on all. Collective.
-
-        None: there are no other ranks.
         """
 
 
@@ -152,11 +136,6 @@ class Method(ABC):
         """Steps from one exchange to the next."""
         return 1
 
-    @classmethod
-    def inside_steps(cls) -> set[int]:
-        """Ids of the parameters that optimizers inside those of this method are stepping at this moment."""
-        return set()
-
     # ------------------------------------------------------------------------------------------- around a step
 
     def announce_batch(self, batches: int) -> None:
@@ -165,6 +144,10 @@ class Method(ABC):
 
     def weights_loaded(self) -> None:
         """Parameters were overwritten from outside."""
+        return
+
+    def check_replicas(self) -> None:
+        """Raises on every rank where parameters differ that should be equal now. Collective."""
         return
 
     # --------------------------------------------------------------------------------------- what it says of itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +29,8 @@ from lightning_scape.comm.together import Together
 from lightning_scape.comm.words import Words
 from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.hosts import registration, setup, two_level
-from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.hosts import buffers, registration, setup, two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO
 from lightning_scape.hosts.saving import Saving, StateDictType
 
@@ -57,7 +55,6 @@ class CommonStrategy(Opened):
         wrap: Sequence[str],
         state_dict_type: StateDictType,
         async_save: bool,
-        broadcast_buffers: bool,
         checkpoint_io: CheckpointIO | None,
         timeout: timedelta | float | None,
         **host: Any,
@@ -66,7 +63,6 @@ class CommonStrategy(Opened):
         self.config = setup.resolve_config(self.method, config, options)
         self._method = for_config(self.config)
         self._nodes = two_level.Nodes(self.config, wrap)
-        self._buffers = Buffers(broadcast_buffers)
         self._saving, self._saver = Saving(state_dict_type), Saver(async_save)
         self._alike: dict[str, Any] = {
             "lightning_scape's version": __version__,
@@ -74,7 +70,6 @@ class CommonStrategy(Opened):
             "wrap": sorted(wrap),
             "state_dict_type": state_dict_type,
             "async_save": async_save,
-            "broadcast_buffers": broadcast_buffers,
         }
         """By these ranks choose their messages, so they must be the same on all."""
         self._words = Words(None, 1)
@@ -127,18 +122,11 @@ class CommonStrategy(Opened):
         self._words = Words.beside(self.patience, max(lag, 2) if host.root_device.type == "cuda" else lag)
         return self._words
 
-    def _put_under_method(
-        self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], precision: Any, clip: str
-    ) -> Method:
-        """Attaches one of the user's optimizers; the warning to a module that clips by itself names ``clip``."""
-        host: Any = self
+    def _put_under_method(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
+        """Attaches one of the user's optimizers."""
         beside = self._nodes.side_group(self.patience)
-        self._buffers.trained_by(optimizer)
         surroundings = Surroundings(named, self._nodes.process_group, beside)
-        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
-        if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
-            watch_gradients(attached, clip, rank_zero_warn)
-        return attached
+        return self._method.attach(optimizer, self._nodes.config, surroundings)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -178,6 +166,18 @@ class CommonStrategy(Opened):
     def before_save(self) -> None:
         """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
         self._words.before_save()
+        self._make_alike()
+
+    def _make_alike(self) -> None:
+        """Before a validation, a save and the end: rank 0's buffers for all, and equal replicas. Collective."""
+        modules, methods = self.trained()
+        buffers.share(modules)
+        for each in methods:
+            each.check_replicas()
+
+    @abstractmethod
+    def trained(self) -> tuple[list[Module], list[Method]]:
+        """The modules in training, and the methods of their optimizers."""
 
     def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A module's state as a file takes it: whole, on rank 0."""

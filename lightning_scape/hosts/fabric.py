@@ -15,7 +15,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,15 +26,11 @@ from typing_extensions import override
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.core.method import Method, find_all, progress_of
+from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
-from lightning_scape.hosts.outsiders import Watch
-from lightning_scape.hosts.own_clipping import end_watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
 from lightning_scape.hosts.saving import StateDictType
-
-OTHER_STRATEGY = "Where another strategy trains the module from now on, call this one's teardown() before."
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -64,8 +60,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
-        broadcast_buffers: rank 0 sends its buffers before each forward pass with gradients, as with DDP, and, after
-            each exchange, the parameters that no optimizer trains and that differ.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -95,7 +89,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
-        broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
@@ -109,7 +102,6 @@ class FabricMethodStrategy(FabricCheckpoints):
             wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
-            broadcast_buffers=broadcast_buffers,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -152,8 +144,7 @@ class FabricMethodStrategy(FabricCheckpoints):
             self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
         else:
             setup.start_equal(module)
-        if self.known.add_module(module, self.world_size > 1):
-            self._buffers.hand_on_before_forward(module)
+        self.known.modules[module] = None
         return module
 
     @override
@@ -162,8 +153,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         self._nodes.follow_replaced(optimizer)
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
-        clip = "`fabric.clip_gradients(model, optimizer, max_norm=...)`"
-        attached = self._put_under_method(optimizer, named, self.precision, clip)
+        attached = self._put_under_method(optimizer, named)
         self.known.add_optimizer(attached.optimizer)
         return attached.optimizer
 
@@ -172,7 +162,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         # Not before the first step: a loaded checkpoint brings its own warm-up.
         if untold := self.known.untold():
             self._tell(untold)
-        before = progress_of(optimizer).ended
+        setup.check_attached(optimizer)
         self._words.hear(self._words.lag - 1)
         self._words.say()
         with self._words.explaining():
@@ -180,8 +170,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         for method in find_all([optimizer]):
             if method.progress().steps == self.total_steps:
                 method.finish()
-        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
-            self._look_at_buffers(occasion)
         return result
 
     def _tell(self, methods: list[Method]) -> None:
@@ -194,13 +182,11 @@ class FabricMethodStrategy(FabricCheckpoints):
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
         for method in self.known.methods_of_all_ranks():
             method.finish()
-        self._look_at_buffers("end")
+        self._make_alike()
 
     @override
-    def _look_at_buffers(self, occasion: str) -> None:
-        modules, name, rows = list(self.known.modules), type(self).__name__, self._nodes.process_group
-        if warning := self._buffers.compare(modules, name, occasion, rows):
-            rank_zero_warn(warning)
+    def trained(self) -> tuple[list[Module], list[Method]]:
+        return list(self.known.modules), self.known.methods()
 
     @override
     def teardown(self) -> None:
@@ -212,7 +198,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         self.wait_for_checkpoint()
         self.known.let_go()
         self.known = Known()
-        self._buffers.let_go()
         super().teardown()
 
     # Fabric refuses `loss.backward()` if this is overridden; by `wraps` it finds its own.
@@ -255,8 +240,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         if not self._method.clips:
             super().clip_gradients_value(module, optimizer, clip_val)
             return
-        self.precision.unscale_gradients(optimizer)
-        setup.clipping(optimizer).value(float(clip_val))
+        setup.refuse_to_clip_by_value(f"clip_val={clip_val}")
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -289,35 +273,15 @@ class Known:
         """Optimizers under the method, as the user steps them, with their numbers; all ranks count alike."""
         self._count = 0
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._watch: Watch | None = None
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
         return Known, ()
 
-    def add_module(self, module: Module, watched: bool) -> bool:
-        """Notes a module, and has its optimizers ``watched``; returns whether it is new."""
-        new = module not in self.modules
-        self.modules[module] = None
-        if watched:
-            known = self.modules
-            remedy = f"Give it to fabric.setup, or to fabric.setup_optimizers, and step it. {OTHER_STRATEGY}"
-            self._watch = self._watch or Watch(lambda: list(known), remedy, self._check_apart)
-            self._watch.modules_changed()
-        return new
-
-    def _check_apart(self, optimizer: Optimizer) -> None:
-        """Raises where an optimizer was let go for another one, which trains its parameters by local steps."""
-        local = [each.optimizer for each in self.methods() if not each.exchanges_every_step]
-        setup.check_apart([*local, optimizer] if local else [], f" {OTHER_STRATEGY}")
-
     def let_go(self) -> None:
-        """Optimizers are torch's again, and their steps over the modules are no longer watched."""
+        """Optimizers are torch's again."""
         for method in self.methods():
             method.close()
-            end_watch(method)
-        if self._watch is not None:
-            self._watch.end()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the user steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,6 @@ from lightning_scape.hosts.schedulers import Restored, is_scheduler
 class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     """Base of Fabric's strategies."""
 
-    @abstractmethod
-    def _look_at_buffers(self, occasion: str) -> None:
-        """Before a save: are the modules' buffers equal on all ranks? Collective."""
-
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         return self._whole_module(super().get_module_state_dict(module))
@@ -49,7 +44,6 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         self.before_save()
-        self._look_at_buffers("save")
         special = storage_options is not None or filter is not None
         if self._saving.asked == "auto":
             local = None if special else local_path(self.broadcast(str(path)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def check_alike(optimizers: Iterable[object]) -> None:
 
 
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-    """Clip the averaged gradient of the coming step; the gradients themselves are left alone.
+    """Clip the averaged gradient of the coming step by its norm; the gradients themselves are left alone.
 
     No rank has the averaged gradient. So only the factor is determined here (one small message), and the step applies
     it. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
@@ -86,23 +86,37 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     Args:
         optimizer: one under a method that clips, wrapped or not.
         clip_val: the bound; 0 or less means no clipping, as everywhere in Lightning.
-        gradient_clip_algorithm: ``"norm"`` (of the whole averaged gradient) or ``"value"`` (of each entry of each
-            rank's gradient, before they are averaged).
+        gradient_clip_algorithm: ``"norm"``.
 
     Raises:
-        ValueError: the algorithm is unknown.
+        ValueError: another algorithm.
         TypeError: the optimizer is under no such method.
     """
     if clip_val <= 0:
         return
-    found = clipping(optimizer)
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-    if algorithm == "norm":
-        found.norm(clip_val)
-    elif algorithm == "value":
-        found.value(clip_val)
-    else:
-        raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
+    if algorithm != "norm":
+        refuse_to_clip_by_value(f"gradient_clip_algorithm={algorithm!r}")
+    clipping(optimizer).norm(clip_val)
+
+
+def refuse_to_clip_by_value(got: str) -> NoReturn:
+    """Raises ``ValueError``."""
+    raise ValueError(
+        f"Gradients must be clipped by norm, got {got}: no rank ever has the averaged gradient of a step, so its"
+        ' entries cannot be bounded. Set gradient_clip_algorithm="norm" (Fabric: `max_norm`).'
+    )
+
+
+def check_attached(optimizer: object) -> None:
+    """Raises ``RuntimeError`` where an optimizer that the host steps is under no method: ranks would train apart."""
+    if method.find(optimizer) is None:
+        raise RuntimeError(
+            "Every optimizer that is stepped must be under the strategy's method, got"
+            f" {type(method.unwrapped(optimizer)).__name__}, which is not: it would take this rank's own gradient."
+            " Return it from configure_optimizers, or put it into `trainer.optimizers` (Fabric: give it to"
+            " fabric.setup), on all ranks."
+        )
 
 
 def clipping(optimizer: object) -> method.Clipping:

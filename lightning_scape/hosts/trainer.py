@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,12 +30,12 @@ from typing_extensions import override
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
-from lightning_scape.core.method import find_all, progress_of
+from lightning_scape.core.method import find_all
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
+from lightning_scape.hosts.private_names import NoOptimizer
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import steps_of_run
 from lightning_scape.hosts.saving import StateDictType
-from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
 _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
@@ -54,10 +54,9 @@ def _check_callbacks(trainer: Trainer) -> None:
 class MethodStrategy(TrainerCheckpoints):
     """Training by a method, the one that ``config`` is of: ``MethodStrategy(SparseLoCoConfig(sync_every=30))``.
 
-    For every method: buffers (BatchNorm's statistics, and what else a module updates from its own batch) and parameters
-    that no optimizer trains are equal on all ranks at the start, and are not sent again, unless ``broadcast_buffers``
-    is set. A warning says which differ. ``Trainer(sync_batchnorm=True)`` also shares BatchNorm's statistics. Saving a
-    checkpoint is collective: if one rank alone fails, callbacks that save on exceptions save nothing.
+    For every method: in training each rank has buffers of its own (BatchNorm's statistics, and what else a module
+    updates from its own batch); all take rank 0's before a validation, a save and the end. Saving a checkpoint is
+    collective: if one rank alone fails, callbacks that save on exceptions save nothing.
 
     Args:
         config: the method's options.
@@ -81,8 +80,6 @@ class MethodStrategy(TrainerCheckpoints):
             any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
         batches_per_step: batches of all ranks in one optimizer step. ``accumulate_grad_batches`` follows the number of
             ranks.
-        broadcast_buffers: rank 0 sends its buffers before each training step, as with DDP (a message in every step),
-            and, after each exchange, the parameters that no optimizer trains and that differ.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -107,7 +104,6 @@ class MethodStrategy(TrainerCheckpoints):
         wrap: Sequence[str] = (),
         resume: Resume = None,
         batches_per_step: int | None = None,
-        broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -116,7 +112,6 @@ class MethodStrategy(TrainerCheckpoints):
             wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
-            broadcast_buffers=broadcast_buffers,
             resumption=Resumption(resume, batches_per_step),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -129,7 +124,6 @@ class MethodStrategy(TrainerCheckpoints):
         )
         self._interrupted = False
         self._signals: signals.Signals | None = None
-        self._shared_nans = SharedNans()
 
     @override
     def __repr__(self) -> str:
@@ -185,7 +179,7 @@ class MethodStrategy(TrainerCheckpoints):
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         if self._nodes.several:
             return two_level.without_gradient_sync(self._module)
-        return self._shared_nans.hold()
+        return nullcontext()
 
     @override
     def on_train_start(self) -> None:
@@ -213,13 +207,12 @@ class MethodStrategy(TrainerCheckpoints):
         method = next((each for each in self._attached if each.optimizer is inner), None)
         if self._nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
+        if not isinstance(inner, NoOptimizer):
+            setup.check_attached(inner)
         if method is not None:
             method.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        before = progress_of(optimizer).ended
         with self._words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
-        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
-            self._look_at_buffers(occasion)
         if method is None:
             return result
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
@@ -243,8 +236,6 @@ class MethodStrategy(TrainerCheckpoints):
         # Lightning asks the plugin to clip and never the strategy. The plugin's class must keep its name, under which
         # checkpoints hold the scaler's state.
         plugin.clip_gradients = setup.clip_gradients  # type: ignore[method-assign]
-        if self.lightning_module is not None and self.optimizers:
-            self._shared_nans.attach(plugin, self.lightning_module, lambda: self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -280,7 +271,6 @@ class MethodStrategy(TrainerCheckpoints):
             guests.detach(self._module.trainer)
             self._signals = None
         vars(self.precision_plugin).pop("clip_gradients", None)
-        self._shared_nans.detach(self.precision_plugin)
 
     def _tear_down(self) -> None:
         if not self._nodes.several:

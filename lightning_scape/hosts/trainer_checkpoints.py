@@ -77,7 +77,6 @@ class TrainerCheckpoints(UnwrappedStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
-        self._look_at_buffers("save")
         checkpoint = {**checkpoint}  # a callback may have kept the one that its hook was given
         self._resumption.record(checkpoint)
         if self._saving.sharded:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -17,8 +17,6 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
-from lightning_scape.hosts.outsiders import Watch
-from lightning_scape.hosts.own_clipping import end_watch
 from lightning_scape.hosts.private_names import NoOptimizer, OpenedTrainers
 from lightning_scape.hosts.schedulers import retarget_schedulers
 
@@ -36,13 +34,12 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         self._attached: list[Method] = []
         """The attached method that steps first."""
         self._attaching = False
-        self._watch: Watch | None = None
         self._steps: float | None = None
         """Steps of the run, if known; set when the training starts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
-        return {**super().__getstate__(), "_attached": [], "_attaching": False, "_watch": None}
+        return {**super().__getstate__(), "_attached": [], "_attaching": False}
 
     # ------------------------------------------------------------------------------------------- the module
 
@@ -58,8 +55,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         model = self.model
         assert model is not None
         setup.start_equal(model)
-        if warning := self._buffers.at_start(model, type(self).__name__):
-            rank_zero_warn(warning)
         if not hasattr(model, "no_sync"):  # DDP's wrapper has it; here nothing is sent in the backward pass
             model.no_sync = functools.partial(_without_sync, self._module)  # type: ignore[assignment]
 
@@ -84,15 +79,13 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             if not any(each.optimizer is one for one in inner):  # the training goes on without it
                 each.finish()
                 each.close()
-                end_watch(each)
         self._attached = [each for each in self._attached if any(each.optimizer is one for one in inner)]
         attached = {id(each.optimizer) for each in self._attached}
         named = list(self._module.named_parameters())
-        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
         for place, one in enumerate(inner):
             # `configure_optimizers` may return None: Lightning then runs without an optimizer.
             if not isinstance(one, NoOptimizer) and id(one) not in attached:
-                new = self._put_under_method(one, named, self.precision_plugin, clip)
+                new = self._put_under_method(one, named)
                 self._attached.append(new)
                 inner[place] = new.optimizer
         return inner
@@ -103,16 +96,10 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             self._steer(back=True)
         else:
             self._attached, self._steps = [], None
-            self._buffers.forget()
         self._attaching = False  # until it is known that all ranks have built the same
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
         setup.check_alike([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
         self._attaching = True
-        if self._watch is None and self.world_size > 1:
-            self._watch = Watch(
-                lambda: [self.lightning_module] if self.lightning_module is not None else [],
-                "Return it from configure_optimizers, or put it into `trainer.optimizers`, on all ranks.",
-            )
         self.optimizers = self.optimizers
         self._steer()
 
@@ -125,12 +112,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     def _end_attachment(self) -> None:
         """The fit is over: the user's optimizers are torch's again. Sends nothing; a checkpoint may still be saved."""
         self._attaching = False
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
         for each in self._attached:
             each.give_back()
-            end_watch(each)
         self._steer(back=True)
         module = self.lightning_module
         if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
@@ -163,20 +146,13 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         with self._watched("Lightning's all_gather"):
             return super().all_gather(*args, **kwargs)
 
-    # ------------------------------------------------------------------------------------------- the buffers
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._buffers.hand_on(self._module)
-        return super().training_step(*args, **kwargs)
+    # ------------------------------------------------------------------------------------------- ranks alike
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._attaching:
-            self._buffers.hand_on(self._module)
-            if not self._module.trainer.sanity_checking:
-                self._look_at_buffers("validation")
+            self._make_alike()
 
     @override
     def on_train_end(self) -> None:
@@ -184,14 +160,11 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         for each in self._attached:
             each.finish()
         super().on_train_end()
-        self._look_at_buffers("end")
+        self._make_alike()
 
-    def _look_at_buffers(self, occasion: str) -> None:
-        if not self._attaching or self.lightning_module is None:
-            return
-        name, rows = type(self).__name__, self._nodes.process_group
-        if warning := self._buffers.compare([self.lightning_module], name, occasion, rows):
-            rank_zero_warn(warning)
+    @override
+    def trained(self) -> tuple[list[Module], list[Method]]:
+        return ([self._module], self._attached) if self._attaching else ([], [])
 
 
 def _without_sync(module: LightningModule) -> AbstractContextManager[None]:

@@ -23,8 +23,6 @@ from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
 
 DIGITS = 3
 """Numbers of a digest."""
-BACKWARD = -1
-"""Takes an optimizer's place in the message of a backward pass, after which modules may look at gradients."""
 
 
 class Standing(NamedTuple):
@@ -199,8 +197,6 @@ def _where(standing: Standing) -> str:
     optimizer = f" of optimizer {standing.optimizer}"
     batch = "" if standing.batch is None else f" at batch {standing.batch}"
     left_out = f" after {standing.left_out} gradients that no step used" if standing.left_out else ""
-    if standing.optimizer == BACKWARD:
-        return f"a backward pass after step {standing.step}{left_out}"
     return f"step {standing.step + 1}{optimizer}{batch}{left_out}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,24 +38,9 @@ class ScapeClipping(Clipping):
     def __init__(self, optimizer: ScapeOptimizer) -> None:
         self._optimizer = optimizer
 
-    @property
-    @override
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        parameters = self._optimizer.engine.parameters
-        return list(zip(parameters.names, parameters.tensors, strict=True))
-
     @override
     def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         return self._optimizer.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
-
-    @override
-    def value(self, bound: float) -> None:
-        self._optimizer.clip_grad_value(bound)
-
-    @override
-    def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        optimizer = self._optimizer
-        return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
 
 class ScapeMethod(Method):
@@ -125,6 +109,10 @@ class ScapeMethod(Method):
     @override
     def weights_loaded(self) -> None:
         self.optimizer.mark_masters_stale()
+
+    @override
+    def check_replicas(self) -> None:
+        self.optimizer.engine.check_replicas()
 
     @override
     def progress(self) -> Progress:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import Parameters, problem_of_group
 from lightning_scape.core.private_names import version
-from lightning_scape.scape.clipping import GradientClipping, squared_norm
-from lightning_scape.scape.first_message import BACKWARD, Standing, settings
+from lightning_scape.scape.clipping import GradientClipping
+from lightning_scape.scape.first_message import Standing, settings
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's parameter groups: schedulers change them from step to step."""
@@ -76,12 +76,6 @@ class Opening:
             raise error
         return grads
 
-    def clip_value(self, clip_value: float) -> None:
-        """Records a bound for the present gradients."""
-        self._check_clipped()
-        self._clipping.record_value(clip_value)
-        self._clipping.remember(self._parameters.raw_gradients(), [])
-
     def _check_clipped(self) -> None:
         """Checks that clipped gradients are unchanged; forgets them if the module's ``zero_grad()`` has removed all."""
         if not self._clipping.recorded:
@@ -91,17 +85,6 @@ class Opening:
             self._clipping.forget()
         else:
             self._clipping.check_unchanged(grads)
-
-    def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
-        """The norm of these gradients, not finite if any rank's is not; None: there are no other ranks.
-
-        Its message cannot be taken for the first one of a step.
-        """
-        if self._comm.world_size == self.message.node.world_size == 1:
-            return None
-        standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD, batch=None)
-        with self._comm.watched.at(f"a backward pass after step {calls}"):
-            return self.message.exchange(squared_norm(grads, self._parameters.device), [True], standing).norm
 
     def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
         """What must be the same on all ranks in this step."""

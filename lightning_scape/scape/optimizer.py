@@ -214,16 +214,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         return self.engine.all_finite(self.param_groups)
 
-    def clip_grad_value(self, clip_value: float) -> None:
-        """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in.
-
-        Raises:
-            RuntimeError: gradients have changed since they were clipped.
-            ValueError: the bound is not above 0; or these gradients are clipped by their norm, too.
-        """
-        with self.engine.telling():
-            self.engine.opening.clip_value(float(clip_value))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
         with self.engine.opening.dropping():

@@ -151,7 +151,7 @@ class Engine:
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
         if not self.opening.compared:  # the first step, or the first after a load
-            self._check_replicas()
+            self.check_replicas()
             self.opening.compared = True
         self._refresh_masters(state)
         record.norm, record.scale = answer.norm, scale
@@ -190,7 +190,7 @@ class Engine:
         self.opening.used()
         step.record.bytes_sent, step.record.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
-            self._check_replicas()
+            self.check_replicas()
         self.clipping.record_found_inf(step.scale.whole)
 
     def _finish_last_step(self) -> None:
@@ -199,8 +199,9 @@ class Engine:
         if self.clipping.last_skipped:
             self.masks.drop_unproven()
 
-    def _check_replicas(self) -> None:
+    def check_replicas(self) -> None:
         """Raises on every rank if any rows differ between replicas."""
+        self.parameters.flatten()
         flat, names = self.parameters.flat, self.parameters.names
         self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
 

@@ -81,12 +81,6 @@ class SparseLoCoMethod(Method):
     def steps_apart(cls, config: SparseLoCoConfig) -> int:
         return config.sync_every
 
-    @classmethod
-    @override
-    def inside_steps(cls) -> set[int]:
-        stepping = [loco for each in SparseLoCo._of.values() if (loco := each()) is not None and loco._stepping]
-        return {id(p) for loco in stepping for group in loco.optimizer.param_groups for p in group["params"]}
-
     @override
     def progress(self) -> Progress:
         now = self.loco.progress

@@ -103,7 +103,7 @@ def train(config: ScapeConfig, choice: str, device: str, dtype: torch.dtype, ste
             if step % 10 == 7:
                 parameters[0].grad[3] = float("nan")  # skipped: nothing may have changed
             if step % 3 == 0:
-                optimizer.clip_grad_norm(5.0) if follow else optimizer.clip_grad_value(0.9)
+                optimizer.clip_grad_norm(5.0)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.drain()
