@@ -2,7 +2,6 @@
 
 from lightning_scape.checkpoint.atomic_files import CheckpointError
 from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
-from lightning_scape.comm.restarts import init_process_group
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.monitor import ScapeMonitor
 from lightning_scape.hosts.trainer import MethodStrategy
@@ -34,7 +33,6 @@ __all__ = [
     "SparseLoCoConfig",
     "SparseLoCoStrategy",
     "StepStats",
-    "init_process_group",
     "newest_checkpoint",
     "resume_path",
 ]

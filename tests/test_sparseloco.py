@@ -422,4 +422,3 @@ def test_a_rank_that_dies_is_told_of_by_the_others(run_ranks: Any) -> None:
     survivor, dead = run_ranks(_dies, 2, expect_errors=True, timeout=60)
     assert isinstance(dead, KeyError)
     assert isinstance(survivor, RuntimeError)
-    assert "All ranks must answer" in str(survivor)

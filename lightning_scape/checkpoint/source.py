@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -162,13 +161,11 @@ class Form:
         ranks = background or own.everyone
         if to not in range(ranks.world_size):
             raise ValueError(f"`to` must be a rank, 0 to {ranks.world_size - 1}, got {to!r}. Use 0 if unsure.")
-        named = contextlib.nullcontext() if background else ranks.watched.at("collecting the state")
-        with named:
-            tensors = own.collect(to, background)
-            whole = self.merged(own.common, tensors) if ranks.rank == to else None
-            for _ in tensors:
-                raise AssertionError("tensors arrive on one rank only")
-            return ranks.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
+        tensors = own.collect(to, background)
+        whole = self.merged(own.common, tensors) if ranks.rank == to else None
+        for _ in tensors:
+            raise AssertionError("tensors arrive on one rank only")
+        return ranks.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
 
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""

@@ -25,8 +25,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_scape.comm import pairs, under_way
-from lightning_scape.comm.channel import Channel
-from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import end_groups_at_exit
@@ -35,6 +33,8 @@ from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
+_NOBODY_SENDS = 0x5CA9E
+"""A tag that no message has."""
 _RAISED_ON = "_lightning_scape_raised_on"
 """An error's attribute: how many ranks have raised it together."""
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -53,20 +53,18 @@ def new_group_like(
     Without ``timeout`` it waits for other ranks as long as ``process_group`` does. None where there is nobody to talk
     to: no process group, or one rank. ``device`` is :attr:`Communicator.device`.
     """
-    forget_losses()
     if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
-    with explained_loss():
-        if ranks is not None:
-            _be_in_as_many_groups(Communicator(process_group, device=device))
-        group: ProcessGroup = dist.new_group(
-            ranks,
-            backend=backend,
-            timeout=timeout or timeout_of(process_group),
-            use_local_synchronization=ranks is not None,
-        )
+    if ranks is not None:
+        _be_in_as_many_groups(Communicator(process_group, device=device))
+    group: ProcessGroup = dist.new_group(
+        ranks,
+        backend=backend,
+        timeout=timeout or timeout_of(process_group),
+        use_local_synchronization=ranks is not None,
+    )
     return group
 
 
@@ -84,8 +82,7 @@ def new_node_groups(size: int, timeout: timedelta | None = None) -> tuple[Proces
     nodes = [[*range(first, first + size)] for first in range(0, world_size(), size)]
     found: list[ProcessGroup] = []
     for ranks in [*nodes, *map(list, zip(*nodes, strict=True))]:
-        with explained_loss():
-            group: ProcessGroup = dist.new_group(ranks, timeout=timeout or timeout_of(None))
+        group: ProcessGroup = dist.new_group(ranks, timeout=timeout or timeout_of(None))
         if dist.get_rank() in ranks:
             found.append(group)
     inside, across = found
@@ -191,6 +188,20 @@ class Traffic:
 
 
 @dataclass
+class Padding:
+    """The length of a group's all-reduces: gloo aborts the process where ranks differ in it, as if they step apart."""
+
+    length: int = 0
+    """Numbers in each."""
+    sketched: int = 0
+    """How many of these the sketches sent so far need."""
+
+
+_of_steps: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup | None, Padding]] = weakref.WeakKeyDictionary()
+"""Beside each gloo group one on which optimizers alone send messages."""
+
+
+@dataclass
 class Communicator:
     """The messages of one optimizer over one process group. With N = 1 nothing is sent.
 
@@ -199,8 +210,10 @@ class Communicator:
     """
 
     process_group: ProcessGroup | None = None
-    watched: Watched = field(default_factory=Watched)
-    """What the messages are for, as the watch over their group is told."""
+    number: int = 0
+    """The optimizer's number, among those over the same ranks."""
+    padding: Padding | None = None
+    """Where optimizers have a group of their own: on gloo."""
     device: torch.device | None = None
     """The parameters' device, through which NCCL carries objects; None: the current one, perhaps another rank's."""
 
@@ -233,9 +246,11 @@ class Communicator:
             return cls(own_group or process_group)
         number = next(_numbers.setdefault(base, itertools.count()))
         if not pairs.by_gloo(base):
-            return cls(own_group or process_group, Watched(number=number))
-        channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
-        return cls(channel.group, Watched(channel, number))
+            return cls(own_group or process_group, number)
+        if base not in _of_steps:
+            _of_steps[base] = own_group or new_group_like(process_group), Padding()
+        group, padding = _of_steps[base]
+        return cls(group, number, padding)
 
     @classmethod
     def alone(cls) -> Self:
@@ -245,13 +260,13 @@ class Communicator:
         return communicator
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks; the tensor may be overwritten. On a channel it travels with zeros behind it."""
+        """Sum over ranks; the tensor may be overwritten. On a group of optimizers it travels with zeros behind it."""
         if self.world_size == 1:
             return tensor
-        sent, channel = tensor, self.watched.channel
-        if channel is not None and tensor.numel() < channel.length:
-            sent = torch.cat([tensor.view(-1), tensor.new_zeros(channel.length - tensor.numel())])
-        with self._message("norm"):
+        sent, padding = tensor, self.padding
+        if padding is not None and tensor.numel() < padding.length:
+            sent = torch.cat([tensor.view(-1), tensor.new_zeros(padding.length - tensor.numel())])
+        with self.traffic.timed():
             dist.all_reduce(sent, group=self.process_group)
         self.traffic.count("norm", 2 * sent.nbytes, self.world_size)
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
@@ -265,23 +280,20 @@ class Communicator:
         if self.world_size == 1:
             return Work(values.view(shape))
         received = torch.empty_like(values)
-        with self._message("values"):
+        with self.traffic.timed():
             handle = pairs.all_to_all_into(received, values, self.process_group, async_op=True)
         self.traffic.count("values", values.nbytes, self.world_size)
-        return self._under_way(received.view(shape), values, handle, "values")
+        return Work(received.view(shape), values, handle, waiting=self.traffic.timed)
 
     def all_gather(self, shard: Tensor) -> Work:
         """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
         if self.world_size == 1:
             return Work(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        with self._message("parameters"):
+        with self.traffic.timed():
             handle = pairs.all_gather_into(full, shard, self.process_group, async_op=True)
         self.traffic.count("parameters", full.nbytes, self.world_size)
-        return self._under_way(full, shard, handle, "parameters")
-
-    def _under_way(self, result: Tensor, sent: Tensor, handle: Any, kind: str) -> Work:
-        return Work(result, sent, handle, waiting=functools.partial(self._message, kind, begins=False))
+        return Work(full, shard, handle, waiting=self.traffic.timed)
 
     def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 1 << 22) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -301,8 +313,7 @@ class Communicator:
         for part in flat.detach().split(at_once):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            with self.watched.around("state"):
-                dist.gather(part, received if mine else None, group=self.process_group, group_dst=to)
+            dist.gather(part, received if mine else None, group=self.process_group, group_dst=to)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
@@ -314,8 +325,7 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        with self.watched.around("facts"):
-            pairs.all_gather_into(full, flat, self.process_group)
+        pairs.all_gather_into(full, flat, self.process_group)
         self.traffic.total += self.traffic.sent(full.nbytes, self.world_size)
         return full.view(self.world_size, *tensor.shape)
 
@@ -331,31 +341,28 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self.watched.around("set-up"), _current(self.device):
+        with _current(self.device):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def meet(self, place: str) -> None:
-        """Waits for the other ranks; the watch ends the wait if some never come. Collective.
+    def leave(self, alone: bool) -> None:
+        """After an error: later optimizers get another group. On gloo, where they have one of their own.
 
-        Messages under way on the group arrive first. gloo keeps these messages apart from other kinds, whatever another
-        rank is in.
-
-        Raises:
-            RuntimeError: ranks wait for each other at different places; on every rank.
+        Args:
+            alone: other ranks may wait for this one: their messages fail at once. Gloo closes a rank's connections
+                where a receive is not answered in time.
         """
-        under_way.settle(self.process_group)
-        if self.watched.channel is None:
+        for base, (group, _) in list(_of_steps.items()):
+            if group is self.process_group:
+                del _of_steps[base]
+        if self.padding is None or not alone:
             return
-        with self.watched.at(place), self.watched.around("barrier"):
-            dist.barrier(group=self.process_group)
-        places = self.all_gather_object(place)
-        for rank, other in enumerate(places):
-            if other != places[0]:
-                raise RuntimeError(
-                    f"All ranks must take the same steps, got rank 0 waiting in {places[0]}, rank {rank} in {other}."
-                    " All ranks save, validate and end their training together: do it on all ranks or on none."
-                )
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            other = (self.rank + 1) % self.world_size
+            receive = dist.irecv(nothing, group=self.process_group, group_src=other, tag=_NOBODY_SENDS)
+            assert receive is not None
+            receive.wait(timedelta(seconds=0.01))
 
     def share(self, value: T) -> T:
         """The value; if this rank's is empty or None, that of the first rank which has one. Collective.
@@ -369,7 +376,7 @@ class Communicator:
         saved = io.BytesIO()  # by torch.save: a tensor of uint16, such as a mask, does not survive a plain pickle
         self.raise_on_all_ranks(lambda: torch.save(value, saved) if self.rank == first else None)
         carried: list[Any] = [saved.getvalue()]
-        with explained_loss(), _current(self.device):
+        with _current(self.device):
             dist.broadcast_object_list(carried, group=self.process_group, group_src=first)
         read = functools.partial(torch.load, io.BytesIO(carried[0]), map_location="cpu", weights_only=False)
         shared: T = self.raise_on_all_ranks(lambda: value if self.rank == first else read())
@@ -400,12 +407,6 @@ class Communicator:
                     raise error
                 _note_ranks(failure, self.world_size)
                 raise failure from RuntimeError(f"raised on rank {rank}")
-
-    @contextlib.contextmanager
-    def _message(self, kind: str, *, begins: bool = True) -> Iterator[None]:
-        """Around a message of the step, or the wait for it."""
-        with self.traffic.timed(), self.watched.around(kind, begins=begins):
-            yield
 
 
 def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:

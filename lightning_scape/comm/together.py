@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from lightning_scape.comm.collectives import Communicator, known_to
-from lightning_scape.comm.lost_ranks import is_explained
 
 
 class Together:
@@ -28,8 +27,7 @@ class Together:
         try:
             yield
         except Exception as error:
-            # A message that failed was the others', too: they have their own error, or are gone.
-            if not known_to(error, ranks.world_size) and not is_explained(error):
+            if not known_to(error, ranks.world_size):
                 ranks.raise_together(error)
             raise
         finally:

@@ -118,6 +118,10 @@ class Words:
     def all_failed(self, seconds: float) -> bool:
         """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
         Words._failures += 1
+        # Twice: one that came in vain has gone, and its first word is still there.
+        return self._all_come(seconds) and self._all_come(seconds)
+
+    def _all_come(self, seconds: float) -> bool:
         self.say(saving=True)
         deadline = time.monotonic() + seconds
         while (heard := self.all_arrived()) is None and time.monotonic() < deadline:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.comm.lost_ranks import explained_loss
-
 
 @dataclass
 class Work:
@@ -25,7 +23,7 @@ class Work:
     stream: torch.cuda.Stream | None = None
     """The side stream, where the message runs on it."""
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    """Surrounds the wait; by default an error is explained."""
+    """Surrounds the wait."""
     keeps: Any = None
     """What the side stream reads and writes, beside the result."""
     error: Exception | None = None
@@ -37,7 +35,7 @@ class Work:
             raise self.error
         if self.handle is not None:
             try:
-                with (self.waiting or explained_loss)():
+                with (self.waiting or contextlib.nullcontext)():
                     self.handle.wait()
             except Exception as error:
                 self.error = error

@@ -271,12 +271,6 @@ def find(optimizer: object) -> Method | None:
     return next((found for name in names() if (found := named(name).of(inner)) is not None), None)
 
 
-def progress_of(optimizer: object) -> Progress:
-    """How far an optimizer has come; one that is under no method has not begun."""
-    found = find(optimizer)
-    return Progress(0, 0, 0) if found is None else found.progress()
-
-
 def find_all(optimizers: Iterable[object]) -> list[Method]:
     """The methods of all optimizers that are under one, in order."""
     return [found for each in optimizers if (found := find(each)) is not None]

@@ -25,15 +25,6 @@ IN_WRAPPER = "_optimizer"
 """Attribute of both of Lightning's wrappers: the optimizer inside. They imitate its class, so nothing else tells."""
 
 
-def default_store() -> Any:
-    """The store by which the ranks have met.
-
-    Raises:
-        ValueError: no process group is up.
-    """
-    return dist.distributed_c10d._get_default_store()
-
-
 def group_timeout(group: Any) -> timedelta | None:
     """How long a process group waits: a group made beside it shall wait as long. None where torch does not say."""
     try:

@@ -24,7 +24,6 @@ from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
-from lightning_scape.comm.restarts import start_process_group
 from lightning_scape.comm.together import Together
 from lightning_scape.comm.words import Words
 from lightning_scape.core.method import Method, Surroundings, find, for_config
@@ -107,8 +106,6 @@ class CommonStrategy(Opened):
     def setup_distributed(self) -> None:
         """Starts the process group as the host does, and those beside it."""
         host: Any = self
-        host.set_world_ranks()
-        start_process_group(host.cluster_environment, self.chosen_backend, self.patience, host.root_device)
         super().setup_distributed()  # type: ignore[misc]
         check_same_setup(Communicator(), self._alike, None, host.root_device)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next

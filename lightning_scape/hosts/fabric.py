@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import wraps
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
@@ -25,7 +23,6 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
@@ -123,8 +120,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
-        if self._nodes.several:  # a sharded module sends messages in forward and backward
-            two_level.explain_forward(self.precision)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -199,15 +194,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         self.known.let_go()
         self.known = Known()
         super().teardown()
-
-    # Fabric refuses `loss.backward()` if this is overridden; by `wraps` it finds its own.
-    @override
-    @wraps(DDPStrategy.backward)
-    def backward(  # type: ignore[override] # for the decorator
-        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
-    ) -> None:
-        with explained_messages():
-            super().backward(tensor, module, *args, **kwargs)
 
     @override
     def clip_gradients_norm(

@@ -111,7 +111,6 @@ class Opened:
     launcher_of_many: Any
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
     _checkpoint_io: CheckpointIO | None
-    _get_process_group_backend: Callable[[], str]
 
     def before_launch(self, start_method: str) -> None:
         """Called before the launcher is chosen, which starts the ranks: the place for an error in one process."""
@@ -131,11 +130,6 @@ class Opened:
     def given_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    @property
-    def chosen_backend(self) -> str:
-        """The option ``process_group_backend``, or what goes with the device."""
-        return self._get_process_group_backend()
-
 
 class OpenedTrainers(Opened, of_trainer.DDPStrategy):
     """DDPStrategy of the Trainer."""
@@ -152,10 +146,6 @@ class OpenedFabrics(Opened, of_fabric.DDPStrategy):
     """DDPStrategy of Fabric, which has no public place to set up the process group, as the Trainer's has."""
 
     launcher_of_many = LaunchingFabrics
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment of the ranks."""
-        self._set_world_ranks()
 
     @override
     def _setup_distributed(self) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from lightning_scape.checkpoint.regular import open_regular
 from lightning_scape.checkpoint.temporaries import NewFolder
-from lightning_scape.comm.channel import asked
 from lightning_scape.comm.collectives import Communicator
 
+T = TypeVar("T")
 SECONDS = 5.0
 """A file system that takes longer for the few bytes of a trial counts as not shared."""
 VISIBLE_SECONDS = 2.0
@@ -58,6 +59,20 @@ class Saving:
         if known not in self._shared:
             self._shared[known] = is_shared(folder, Communicator())
         return self._shared[known]
+
+
+def asked(ask: Callable[[], T], seconds: float) -> T | None:
+    """The result of ``ask``, if it comes in time: a file system may not answer at all. None, too, if it fails."""
+    found: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            found.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else None
 
 
 def is_shared(folder: Path, ranks: Communicator) -> bool:

@@ -25,7 +25,7 @@ from lightning_scape.hosts.private_names import BROADCAST, REQUEUE_HANDLER, SIGT
 from lightning_scape.hosts.run_length import ends_epoch
 
 FAILING_SECONDS = 3.0
-"""How long a rank that has met an error waits for all others to meet one, too, before callbacks save on it."""
+"""How long a rank that has met an error waits for all others to meet one, too."""
 
 
 def ends_together(exception: BaseException) -> bool:
@@ -46,6 +46,8 @@ class Signals(guests.Guest):
         self._requeue = getattr(signals(trainer), REQUEUE_HANDLER)
         self._signum, self._has_saved, self._has_said = 0, False, False
         self._silenced: list[Callback] = []
+        self.failed_alone = False
+        """Whether this rank has met an error, and others have not."""
         setattr(signals(trainer), SIGTERM_HANDLER, self._note_stop)
         setattr(signals(trainer), REQUEUE_HANDLER, self._note_save)
         setattr(trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
@@ -132,7 +134,8 @@ class Signals(guests.Guest):
         if ends_together(exception):
             return
         saving = [callback for callback in guests.callbacks_of(trainer) if _saves(callback)]
-        if self._words.all_failed(FAILING_SECONDS if saving else 0.0):
+        self.failed_alone = not self._words.all_failed(FAILING_SECONDS)
+        if not self.failed_alone:
             return
         for callback in saving:
             callback.on_exception = _say_nothing  # type: ignore[assignment, method-assign]

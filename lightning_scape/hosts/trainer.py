@@ -23,12 +23,10 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
@@ -221,11 +219,6 @@ class MethodStrategy(TrainerCheckpoints):
         return result
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with explained_messages():  # a sharded module's
-            return super().backward(*args, **kwargs)
-
-    @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
@@ -249,8 +242,9 @@ class MethodStrategy(TrainerCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not signals.ends_together(exception)
-        for each in self._attached if self._interrupted else []:
-            each.communicator.watched.tell(exception, ends=True)  # others may wait for this rank's next step
+        if self._interrupted and self._signals is not None:
+            for each in self._attached:
+                each.communicator.leave(self._signals.failed_alone)
 
     @override
     def teardown(self) -> None:

@@ -31,7 +31,6 @@ from lightning_scape.comm.collectives import (
     new_node_groups,
     world_size,
 )
-from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.core.local_shards import local
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -362,24 +361,11 @@ class ThroughForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        with explained_messages():
-            return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """As DDP's: inside, backward passes add gradients up and send none."""
         return without_gradient_sync(self.module)
-
-
-def explain_forward(precision: Any) -> None:
-    """Explains failed messages in forward passes under this plugin of Fabric."""
-    plain = precision.forward_context
-
-    @contextlib.contextmanager
-    def forward_context() -> Iterator[None]:
-        with explained_messages(), plain():
-            yield
-
-    precision.forward_context = forward_context
 
 
 # --------------------------------------------------------------------------------------------- state dicts

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -118,33 +117,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         module = self.lightning_module
         if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
             del module.no_sync
-
-    # ------------------------------------------------------------------------------------------- Lightning's messages
-
-    def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Around a message of a fit: a rank that waits in it learns of another's error."""
-        known = self._attached if self._attaching else []
-        return known[0].communicator.watched.elsewhere(what) if known else nullcontext()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._watched("Lightning's barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watched("Lightning's broadcast"):
-            return super().broadcast(*args, **kwargs)
-
-    @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._watched("Lightning's reduce"):
-            return super().reduce(*args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._watched("Lightning's all_gather"):
-            return super().all_gather(*args, **kwargs)
 
     # ------------------------------------------------------------------------------------------- ranks alike
 

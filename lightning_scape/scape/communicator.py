@@ -18,7 +18,6 @@ of the step or of the model.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from typing_extensions import Self
 
 from lightning_scape.comm import pairs, under_way
 from lightning_scape.comm.collectives import Communicator, ProcessGroup
-from lightning_scape.comm.lost_ranks import explained_loss
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Worker
 
@@ -63,12 +61,11 @@ class ScapeCommunicator(Communicator):
         if full.is_cuda or self.mask_group is None:
             act()
             return Work(full, stream=self.side_stream.stream)
-        return Work(full, handle=Worker.of(self.mask_group).do(act), waiting=contextlib.nullcontext)
+        return Work(full, handle=Worker.of(self.mask_group).do(act))
 
     def _gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> None:
         mine = make()
         if self.world_size == 1:
             full.copy_(mine)
             return
-        with explained_loss():
-            pairs.all_gather_into(full, mine, self.mask_group)
+        pairs.all_gather_into(full, mine, self.mask_group)

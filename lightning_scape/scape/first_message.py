@@ -83,9 +83,9 @@ class FirstMessage:
 
     def __init__(self, communicator: Communicator, node: Communicator, parameters: int) -> None:
         self.communicator, self.node = communicator, node
-        if (channel := communicator.watched.channel) is not None:
+        if (padding := communicator.padding) is not None:
             length = 1 + packed_size(parameters, communicator.world_size) + DIGITS
-            channel.length = max(channel.length, length + channel.sketched)
+            padding.length = max(padding.length, length + padding.sketched)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
@@ -101,15 +101,15 @@ class FirstMessage:
         """
         if self.communicator.world_size == 1:
             return self._over_node(self._alone(measured, flags), None)
-        channel, longer = self.communicator.watched.channel, len(measured) - 1
-        if channel is not None and longer > channel.sketched:
+        padding, longer = self.communicator.padding, len(measured) - 1
+        if padding is not None and longer > padding.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
                 counted = self.communicator.traffic.bytes_sent["norm"]
                 answer, error = self._exchange(measured.new_zeros(1), flags, standing)
                 self.communicator.traffic.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
                 if error is not None:
                     return self._over_node(answer, error)
-            channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
+            padding.length, padding.sketched = padding.length - padding.sketched + longer, longer
         return self._over_node(*self._exchange(measured, flags, standing))
 
     def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:

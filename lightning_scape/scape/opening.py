@@ -90,7 +90,7 @@ class Opening:
         """What must be the same on all ranks in this step."""
         # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
         left_out = self._left_out if self.batch is None else 0
-        facts = self._comm.watched.number, calls, left_out, self.batch, self.compared
+        facts = self._comm.number, calls, left_out, self.batch, self.compared
         problem = None if error is None else f"{type(error).__name__}: {error}"
         return Standing(*facts, settings(groups), max_norm, problem)
 

@@ -174,8 +174,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.engine.telling():
-            self.engine.step(self.param_groups)
+        self.engine.step(self.param_groups)
         return loss
 
     @entry
@@ -351,8 +350,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         No tensor is sent, and no rank ever holds the whole state. Collective, for a user's hook may fail.
         """
         node, comm = self.engine.node, self.engine.comm
-        with comm.watched.at("collecting the state"):
-            return self._own_parts(node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
+        return self._own_parts(node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
 
     def _own_parts(self, beside_state: dict[str, Any]) -> OwnParts:
         return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, beside_state)

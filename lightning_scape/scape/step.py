@@ -6,7 +6,6 @@ a shard, ``t`` step.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -210,14 +209,10 @@ class Engine:
         """Calls of :meth:`step` so far, skipped and restored ones included."""
         return 0 if self.state is None else self.state.calls
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        """A context around messages: says which step they belong to, and reports errors to ranks that wait for them."""
-        return self.comm.watched.at(f"step {self.calls + 1}")
-
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         began = time.perf_counter()
-        with self.telling(), profiler_range("scape::norm"):
+        with profiler_range("scape::norm"):
             self._finish_last_step()
             check_max_norm(max_norm)
             grads = self.opening.gradients(groups, self.calls, max_norm)
@@ -228,13 +223,12 @@ class Engine:
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
-        with self.telling():
-            self._finish_last_step()
-            self.opening.ask_anew()
-            grads = self.opening.gradients(groups, self.calls)
-            assert self.clipping.answer is not None
-            finite = bool(torch.isfinite(self.clipping.answer.norm))
-            self.opening.measured(grads)
+        self._finish_last_step()
+        self.opening.ask_anew()
+        grads = self.opening.gradients(groups, self.calls)
+        assert self.clipping.answer is not None
+        finite = bool(torch.isfinite(self.clipping.answer.norm))
+        self.opening.measured(grads)
         return finite
 
     def stats(self) -> StepStats | None:

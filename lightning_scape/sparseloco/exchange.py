@@ -101,7 +101,6 @@ class Exchange:
             RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed. On CUDA the CPU
                 learns it later (:meth:`~.phase.Opened.judge`); nothing is folded there either.
         """
-        self.comm.watched.place = f"the exchange at step {place.steps} of SparseLoCo {place.number}"
         with record.phase("norm"):
             openings = self._open(state, flats, place, written)
             record.norm, apart = self._norm(openings)

@@ -155,7 +155,7 @@ class Windows:
 
     def _here(self, changed: bool) -> tuple[Place, Settings]:
         settings, now = Settings.of(self._optimizer, self._parameters.groups), self.progress
-        return Place(now.steps, now.in_window, changed, self._comm.watched.number + 1, settings.digest), settings
+        return Place(now.steps, now.in_window, changed, self._comm.number + 1, settings.digest), settings
 
     def _begin(self, record: ExchangeRecord) -> None:
         """Counts an exchange that begins; with it a window ends."""
@@ -231,7 +231,6 @@ class Windows:
     def rest(self) -> None:
         """Before the state is saved: nothing is on its way, and what is known of the last exchange is up to date."""
         self.drain()
-        self._comm.meet("collecting the state")  # what follows would meet the exchange of a rank that saves nothing
         if self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
             self._restored = [flat.clone() for flat in self._parameters.flat]

@@ -15,7 +15,6 @@ from lightning_scape.checkpoint.inner import placed
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
-from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
@@ -112,7 +111,6 @@ class SparseLoCo(setup.NotCopied):
         node = Communicator.alone()
         if communicator is None:
             check_joined()
-            forget_losses()  # those of the processes before a restart, if this is their store
             communicator, node = setup.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
         self.communicator = comm = communicator
         self.node = node
