@@ -1,7 +1,7 @@
 """The public names."""
 
-from lightning_scape.checkpoint.atomic_files import CheckpointError
-from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
+from lightning_scape.checkpoint.files import CheckpointError
+from lightning_scape.checkpoint.saver import newest_checkpoint
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.monitor import ScapeMonitor
 from lightning_scape.hosts.trainer import MethodStrategy
@@ -34,5 +34,4 @@ __all__ = [
     "SparseLoCoStrategy",
     "StepStats",
     "newest_checkpoint",
-    "resume_path",
 ]

@@ -11,7 +11,7 @@ import torch
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.atomic_files import save_file
+from lightning_scape.checkpoint.files import save_file
 from lightning_scape.tools.cli import COMMANDS, main
 
 HEAVY = {"torch", "lightning", "litgpt", "numba"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer_helpers import MARKS, GivenRanks, weights
 
 from lightning_scape import FabricScapeStrategy, FabricSparseLoCoStrategy, newest_checkpoint
-from lightning_scape.checkpoint.inspection import verify
+from lightning_scape.checkpoint.saver import verify
 
 pytestmark = MARKS
 STEPS = 8
@@ -67,8 +67,11 @@ class Job:
 # ------------------------------------------------------------------------------------------------ killed
 
 
-def kill_at(count: int, folder: str) -> None:
-    """SIGKILL at the ``count``-th thing this process does to a file below ``folder``, right before it."""
+def kill_at(count: int, folder: str) -> list[int]:
+    """SIGKILL at the ``count``-th thing this process does to a file below ``folder``, right before it.
+
+    Returns how many are left, to be set to 0 where it shall live: the process runs other tests, too.
+    """
     left = [count]
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -80,6 +83,7 @@ def kill_at(count: int, folder: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
+    return left
 
 
 def go_on(
@@ -87,14 +91,13 @@ def go_on(
 ) -> dict[int, Tensor]:
     """From the newest checkpoint to the end; ``kill`` is the rank, or -1 for all, and its file operation."""
     job = Job(method, kind)
-    found = [newest_checkpoint(folder) if rank == 0 else None]
-    dist.broadcast_object_list(found, 0)
-    dist.barrier()
-    if kill is not None and kill[0] in (rank, -1):
-        kill_at(kill[1], folder)
-    if found[0] is not None:
-        job.fabric.load(found[0], job.state)
-    return job.train(Path(folder, "only.ckpt"), until)
+    found = newest_checkpoint(folder)
+    left = kill_at(kill[1], folder) if kill is not None and kill[0] in (rank, -1) else [0]
+    if found is not None:
+        job.fabric.load(found, job.state)
+    seen = job.train(Path(folder, "only.ckpt"), until)
+    left[0] = 0
+    return seen
 
 
 KILLED = [("scape", "file"), ("scape", "directory"), ("scape", "directory, beside"), ("sparseloco", "file, beside")]

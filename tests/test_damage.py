@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainer_helpers import MARKS, weights
 
 from lightning_scape import CheckpointError, FabricScapeStrategy, FabricSparseLoCoStrategy
-from lightning_scape.checkpoint.inspection import verify
+from lightning_scape.checkpoint.saver import verify
 
 pytestmark = MARKS
 KINDS = ["full", "sharded"]
@@ -208,16 +208,29 @@ def test_nothing_in_a_directory_executes(tmp_path: Path, method: str) -> None:
             shutil.rmtree(path)
 
 
+def save_without_checksums(path: Path) -> None:
+    """Torch's; a save of ours has them all the same."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weights": 1}, path)
+        Job("scape", "full").save(path.with_suffix(".ours"))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    verify(path.with_suffix(".ours"))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.write_bytes(b""), "empty"),
-        (lambda path: path.write_text("hello"), "hell"),
+        (lambda path: path.write_bytes(b""), r"c.ckpt' \(0 bytes\)"),
+        (lambda path: path.write_text("hello"), "no file of torch.save"),
         (lambda path: path.mkdir(), "c.ckpt"),
         (lambda path: torch.save({"weights": 1}, path), "model|optimizer"),
+        (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "torch's old format"),
+        (lambda path: save_without_checksums(path), r"set_crc32_options\(False\)"),
         (lambda path: None, "c.ckpt"),
     ],
-    ids=["empty", "text", "folder", "other", "none"],
+    ids=["empty", "text", "folder", "other", "old", "unchecked", "none"],
 )
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], Any], words: str) -> None:
     job = Job("scape", "full")

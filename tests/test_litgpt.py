@@ -310,8 +310,8 @@ def test_full_finetuning_trains_saves_and_resumes(
 ) -> None:
     run_ranks(finetune, 2, str(tmp_path))
     state = torch.load(tmp_path / "out" / "step-000008" / "lit_model.pth", weights_only=True)
-    assert (state["step_count"], state["optimizer"]["scape"]["step"]) == (8, 8)
-    assert state["optimizer"]["scape"]["config"]["sparsity"] == 0.75
+    assert (state["step_count"], state["optimizer"]["scape"]["facts"]["step"]) == (8, 8)
+    assert state["optimizer"]["scape"]["facts"]["config"]["sparsity"] == 0.75
     final = torch.load(tmp_path / "out" / "final" / "lit_model.pth", weights_only=True)["model"]
     assert not torch.equal(final["lm_head.weight"], initial_weights()["lm_head.weight"])
 
@@ -331,8 +331,8 @@ def test_processes_that_litgpt_starts_train_with_the_options_of_the_command(tmp_
     assert done.returncode == 0, done.stderr
     assert "SCAPE: sends 25% of the entries per step" in done.stderr
     state = torch.load(tmp_path / "out" / "final" / "lit_model.pth", weights_only=True)
-    assert state["optimizer"]["scape"]["world_size"] == 2
-    config = state["optimizer"]["scape"]["config"]
+    assert state["optimizer"]["scape"]["facts"]["ranks"] == 2
+    config = state["optimizer"]["scape"]["facts"]["config"]
     assert (config["sparsity"], config["max_skipped"]) == (0.75, 7)
     saved = yaml.safe_load((tmp_path / "out" / "final" / "hyperparameters.yaml").read_text())
     assert saved["train"]["max_tokens"] == 3 * 16 * 128

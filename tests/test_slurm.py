@@ -18,7 +18,7 @@ import launcher
 import pytest
 from slurm_cluster import Cluster, missing, wait
 
-from lightning_scape.checkpoint.inspection import verify
+from lightning_scape.checkpoint.saver import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "slurm.sbatch"

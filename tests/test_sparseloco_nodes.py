@@ -13,8 +13,8 @@ from torch import Tensor
 from two_level_helpers import Holder, make_mesh, mean_gradient, node_of, sharded
 
 from lightning_scape import SparseLoCo
-from lightning_scape.checkpoint.inspection import verify
-from lightning_scape.checkpoint.saver import Content, SavedContent, Saver
+from lightning_scape.checkpoint.saver import Saver, verify
+from lightning_scape.checkpoint.shards import Directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import local
 
@@ -86,15 +86,14 @@ def save(loco: SparseLoCo, path: Path, kind: str) -> None:
         if dist.get_rank() == 0:
             torch.save(loco.state_dict(), path)
     else:
-        content = Content(optimizers={"loco": loco.sharded_state_dict()})
-        Saver(asynchronous=False).save(path, content, Communicator())
+        Saver(asynchronous=False).save(path, {"loco": loco.own_state()}, {}, Communicator(), None)
     dist.barrier()
 
 
 def read(path: Path, kind: str) -> Any:
     if kind == "whole":
         return torch.load(path, weights_only=True)
-    return SavedContent(path, Communicator()).optimizers["loco"]
+    return Directory(path, Communicator()).states()["loco", None]
 
 
 def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dic
 def owners_error(saved: Any) -> Tensor:
     """Of all parameters, flat, in order."""
     tensors = saved["sparseloco"]["tensors"]
-    return torch.cat([tensor.flatten() for key, tensor in tensors.items() if key.endswith(".owner_error")])
+    return torch.cat([tensor.flatten() for key, tensor in tensors.items() if key.startswith("owner_error.")])
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
@@ -133,14 +133,17 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     go_on(net, optimizer, 0, 0, 4)
     state, place = loco.state, flat(net)
     good = loco.state_dict()
-    newer = {**good, "sparseloco": {**good["sparseloco"], "format": 3}}
-    smaller = {**good, "sparseloco": {**good["sparseloco"], "shapes": {0: [3]}}}
+    whole = good["sparseloco"]
+    newer = {**good, "sparseloco": {**whole, "facts": {**whole["facts"], "format": 3}}}
+    smaller = {**good, "sparseloco": {**whole, "facts": {**whole["facts"], "shapes": {0: [3]}}}}
+    torn = {**good, "sparseloco": {**whole, "tensors": {}}}
     for saved, complaint in (
-        ({"scape": {}, "state": {}, "param_groups": []}, "`format` of a SCAPE state must be"),
+        ({"scape": {}, "state": {}, "param_groups": []}, r"got groups of \[\]"),
+        (torn, "all 320 entries of 'start.0', got 0"),
         ({"what": 1}, r"must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got \['what'\]"),
         (None, "or of the inner optimizer, got NoneType"),
         (newer, "a newer lightning_scape"),
-        (smaller, "must be of this model"),
+        (smaller, "must be of the parameters that are trained now"),
     ):
         with pytest.raises(ValueError, match=complaint):
             loco.load_state_dict(saved)

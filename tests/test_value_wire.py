@@ -309,7 +309,7 @@ def _switch(rank: int, world_size: int) -> None:
         assert fourth.stats.bytes_values == planned["values"]
         assert fourth.stats.bytes_parameters == planned["parameters"]
         kept = whole(fourth)
-        assert kept["scape"]["config"]["wire_dtype"] == wire  # and so it goes on
+        assert kept["scape"]["facts"]["config"]["wire_dtype"] == wire  # and so it goes on
         for again in (made(wire), *([made(None)] if wire == "int4" else [])):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

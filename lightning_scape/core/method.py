@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -73,8 +73,6 @@ class Method(ABC):
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
     """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
-    form: ClassVar[Any]
-    """How its states are written: a ``checkpoint.source.Form``."""
 
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 
@@ -186,12 +184,17 @@ class Method(ABC):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     @abstractmethod
-    def sharded_state_dict(self) -> Any:
-        """What this rank holds of the state: ``checkpoint.parts.OwnParts``, views. A file takes those of all ranks."""
+    def own_state(self) -> Any:
+        """What this rank holds of the state: a ``checkpoint.shards.OwnState``, views. Collective."""
+
+    @classmethod
+    @abstractmethod
+    def whole_state(cls, state: Any) -> dict[str, Any]:
+        """A ``checkpoint.shards.SavedState`` of this method as a file has it; torch's optimizers take that, too."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
-        """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it.
+        """Takes up a state, whole or ``checkpoint.shards.SavedState``, of any number of ranks. All ranks call it.
 
         The model has been loaded before: where ranks have parameters of their own, this puts them in its place.
         """
@@ -217,27 +220,6 @@ def named(name: str) -> type[Method]:
         module, _, attribute = found.partition(":")
         found = _methods[name] = getattr(import_module(module), attribute)
     return found
-
-
-def of_state(facts: Mapping[str, Any]) -> type[Method]:
-    """The method that has written a state. Its facts stand under its name; those of SCAPE may stand bare.
-
-    Raises:
-        ValueError: neither method has written it.
-    """
-    found = of_whole(facts)
-    if found is None and not {"format", "config"} & set(facts):
-        raise ValueError(
-            f"A state must be of {' or '.join(names())}, got one with"
-            f" {[repr(each)[:100] for each in sorted(map(str, facts))][:3]}. Load another checkpoint."
-        )
-    return found or named("scape")
-
-
-def of_whole(state: Mapping[str, Any]) -> type[Method] | None:
-    """The method of a whole state; None: the state is that of an optimizer of torch."""
-    name = next((name for name in names() if name in state), None)
-    return None if name is None else named(name)
 
 
 def for_config(config: object) -> type[Method]:

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """Layers of users' own derive from it, not only torch's three."""
-RecordReader = torch._C.PyTorchFileReader
-"""Reads a file of ``torch.save`` record by record, as ``torch.load`` does; ``zipfile`` accepts other files."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: names that DDP shall not send. Torch has no public way to ask for them."""
 IN_WRAPPER = "_optimizer"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -20,18 +19,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
 from lightning_scape.comm.together import Together
 from lightning_scape.comm.words import Words
-from lightning_scape.core.method import Method, Surroundings, find, for_config
+from lightning_scape.core.method import Method, Surroundings, for_config
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import buffers, registration, setup, two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.private_names import Opened, WrappingIO
-from lightning_scape.hosts.saving import Saving, StateDictType
+
+StateDictType = Literal["full", "sharded"]
 
 _HEARD_WITHIN = 8
 """Batches after which a word of all ranks is heard at the latest."""
@@ -62,7 +61,12 @@ class CommonStrategy(Opened):
         self.config = setup.resolve_config(self.method, config, options)
         self._method = for_config(self.config)
         self._nodes = two_level.Nodes(self.config, wrap)
-        self._saving, self._saver = Saving(state_dict_type), Saver(async_save)
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(
+                '`state_dict_type` must be "full" (one file) or "sharded" (a directory), got'
+                f' {state_dict_type!r}. Use "full" if unsure.'
+            )
+        self._sharded, self._saver = state_dict_type == "sharded", Saver(async_save)
         self._alike: dict[str, Any] = {
             "lightning_scape's version": __version__,
             "method": self._method.name,
@@ -148,11 +152,10 @@ class CommonStrategy(Opened):
         self.given_io = io
 
     def _check_saving(self, io: CheckpointIO | None) -> None:
-        if self._saving.asked != "full" and io is not None:
+        if self._sharded and io is not None:
             raise ValueError(
-                f'`checkpoint_io` must be None with state_dict_type="{self._saving.asked}", got {type(io).__name__}: a'
-                " directory is written by torch.distributed.checkpoint. To save in the background, set"
-                " `async_save=True`."
+                f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(io).__name__}: each rank'
+                " writes its own part of a directory. To save in the background, set `async_save=True`."
             )
         if self._saver.asynchronous and isinstance(io, AsyncCheckpointIO):
             raise ValueError(
@@ -177,31 +180,12 @@ class CommonStrategy(Opened):
         """The modules in training, and the methods of their optimizers."""
 
     def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A module's state as a file takes it: whole, on rank 0."""
-        if self._saving.sharded or not self._nodes.several:
+        """A module's state as a checkpoint takes it: whole, on rank 0."""
+        if not self._nodes.several:
             return state_dict
         self._together.agree()
         host: Any = self
         return two_level.whole_state_dict(state_dict, keep=host.is_global_zero)
-
-    def _state_of(self, optimizer: Optimizer, own: Callable[[Optimizer], dict[str, Any]]) -> Any:
-        """An optimizer's state for a file or a directory; ``own`` is the host's way, where it is under no method."""
-        self._together.agree()
-        if (method := find(optimizer)) is None:
-            return own(optimizer)
-        parts = method.sharded_state_dict()
-        if self._saving.sharded or self._saver.asynchronous:
-            return parts
-        return self._saver.collected(parts) or {}
-
-    def _write_file(self, content: dict[str, Any], path: str | Path, write: Callable[..., Any]) -> None:
-        """Has rank 0 ``write(content, path)``: at once, or beside training. Collective."""
-        local = local_path(path)
-        if self._saver.asynchronous:
-            ranks = self._checkpoint_ranks()
-            self._saver.save_file(local, content, lambda whole: write(whole, local or path), ranks)
-            return
-        Communicator().raise_on_all_ranks(lambda: write(content, path))
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
@@ -209,13 +193,6 @@ class CommonStrategy(Opened):
 
     def _checkpoint_ranks(self) -> Communicator:
         return Communicator(side_group("checkpoint", self.patience))
-
-    def _offered_parameters(self, module: Module) -> list[str]:
-        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
-        host: Any = self
-        if not self._method.exchanges_every_step and host.global_rank >= self._nodes.size:
-            return []  # between exchanges nodes differ: of the model only the first one's is saved
-        return [name for name, _ in module.named_parameters()]
 
 
 # ------------------------------------------------------------------------------------- how ranks are started, options

@@ -25,9 +25,9 @@ from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import setup, two_level
-from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
+from lightning_scape.hosts.checkpoints import FabricCheckpoints
+from lightning_scape.hosts.common import StateDictType
 from lightning_scape.hosts.private_names import BackwardSyncControl
-from lightning_scape.hosts.saving import StateDictType
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -49,8 +49,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
-            its own part, in parallel; ``"auto"``, a directory where several nodes see the same folder (tried at the
-            first save to it), else a file. Either is loaded, whatever is set here.
+            its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
             :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised there; the end of the
             process waits for it, and only warns.

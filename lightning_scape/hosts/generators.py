@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -28,9 +28,9 @@ class Generators(guests.Guest):
         saved: their states.
     """
 
-    def __init__(self, saved: Tensor) -> None:
-        self._saved: Tensor | None = saved
-        self._at_first_batch: Tensor | None = None
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self._saved: Mapping[str, Any] | None = saved
+        self._at_first_batch: Mapping[str, Any] | None = None
         """Their states when the first batch is there, if what was drawn before it must not count."""
         self._at_once = False
         set_rng_state(saved)
@@ -82,7 +82,7 @@ def _validation_was_due(trainer: Trainer) -> bool:
     return interval == math.inf or batches % interval == 0
 
 
-def attach(trainer: Trainer, saved: Tensor) -> Generators:
+def attach(trainer: Trainer, saved: Mapping[str, Any]) -> Generators:
     """While a fit takes up a checkpoint: before all other callbacks, which may draw."""
     guest = Generators(saved)
     guests.callbacks_of(trainer).insert(0, guest)

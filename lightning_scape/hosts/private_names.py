@@ -16,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricsLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.pytorch import Trainer
-from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as TrainersLauncher
@@ -63,16 +62,6 @@ def logged_step(trainer: Trainer) -> int:
 def skips_backward(trainer: Trainer) -> bool:
     """Whether StochasticWeightAveraging has told the loops to run forward passes alone, to the end of the epoch."""
     return trainer.fit_loop._skip_backward
-
-
-def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces, once, the function by which ``load_from_checkpoint`` reads by what ``wrapped`` makes of it.
-
-    ``load_from_checkpoint`` knows no strategy, and so asks none of its plugins.
-    """
-    load = getattr(saving, "pl_load", None)
-    if load is not None and not hasattr(load, "__wrapped__"):
-        vars(saving)["pl_load"] = wrapped(load)
 
 
 class Launching:

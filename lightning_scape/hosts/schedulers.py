@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_scape.checkpoint.plain import plain_number
+from lightning_scape.core.numbers import plain_number
 
 STATE = "scape_scheduler"
 """Key of the dict that stands for a scheduler inside another one's state; None: the state is not known."""

@@ -26,15 +26,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
+from lightning_scape.hosts.checkpoints import TrainerCheckpoints
+from lightning_scape.hosts.common import StateDictType
 from lightning_scape.hosts.private_names import NoOptimizer
-from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import steps_of_run
-from lightning_scape.hosts.saving import StateDictType
-from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
 _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
 
@@ -67,17 +65,12 @@ class MethodStrategy(TrainerCheckpoints):
         timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
-            its own part, in parallel; ``"auto"``, a directory where several nodes see the same folder (of every
-            ModelCheckpoint; tried when a fit starts), else a file. Either is loaded, whatever is set here.
+            its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. What
             goes wrong is raised at the next save or at the end of the fit.
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
-        resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
-            any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
-        batches_per_step: batches of all ranks in one optimizer step. ``accumulate_grad_batches`` follows the number of
-            ranks.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -100,8 +93,6 @@ class MethodStrategy(TrainerCheckpoints):
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
-        resume: Resume = None,
-        batches_per_step: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -110,7 +101,6 @@ class MethodStrategy(TrainerCheckpoints):
             wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
-            resumption=Resumption(resume, batches_per_step),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -136,8 +126,7 @@ class MethodStrategy(TrainerCheckpoints):
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
-            self._together.attach(trainer := self.lightning_module.trainer)
-            Communicator().raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
+            self._connector.attach(trainer := self.lightning_module.trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 guests.detach(trainer)
                 self._signals = signals.Signals(trainer, self._new_words())
@@ -251,7 +240,7 @@ class MethodStrategy(TrainerCheckpoints):
         # After an exception other ranks may never send what this one would wait for.
         waits = () if self._interrupted else (self._drain,)
         saved = functools.partial(self._saver.finish, raising=not self._interrupted)
-        parts = (*waits, self._end_attachment, saved, self._put_back, self._resumption.finish, self._tear_down)
+        parts = (*waits, self._end_attachment, saved, self._put_back, self._tear_down)
         ending.run_all(parts, self._interrupted)
 
     def _drain(self) -> None:

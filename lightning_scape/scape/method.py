@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.shards import OwnState, SavedState
 from lightning_scape.comm.collectives import all_reduce_bytes
 from lightning_scape.core.method import Clipping, Method, Progress, Surroundings
 from lightning_scape.core.words import show_bytes
-from lightning_scape.scape import stand_in
+from lightning_scape.scape import saved, stand_in
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.convert import has_state
 from lightning_scape.scape.cost import norm_bytes
-from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -49,7 +48,6 @@ class ScapeMethod(Method):
     name = "scape"
     title = "SCAPE"
     config_class = ScapeConfig
-    form = FORM
     shown = ("density", "compression", "grad_norm")
     exchanges_every_step = clips = True
     optimizer: ScapeOptimizer
@@ -150,8 +148,13 @@ class ScapeMethod(Method):
         return all_reduce_bytes(self.optimizer.engine.parameters.local, self.communicator.world_size)
 
     @override
-    def sharded_state_dict(self) -> OwnParts:
-        return self.optimizer.sharded_state_dict()
+    def own_state(self) -> OwnState:
+        return self.optimizer.own_state()
+
+    @classmethod
+    @override
+    def whole_state(cls, state: SavedState) -> dict[str, Any]:
+        return saved.whole_state(state)
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:

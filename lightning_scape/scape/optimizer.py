@@ -13,24 +13,20 @@ import torch
 from torch import Tensor
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.checks import collected_before
-from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.checkpoint.plain import with_plain_numbers
-from lightning_scape.checkpoint.source import SavedShards
+from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
+from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after_load, share_hooks
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.scape import optimizer_state as checkpoint
+from lightning_scape.scape import saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.convert import check_convertible, state_brought
-from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.scape.state import ScapeState
 from lightning_scape.scape.state_elsewhere import StateElsewhere
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
@@ -342,20 +338,22 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). Collecting takes little more: all
         ranks' residuals of one parameter at a time.
         """
-        self.engine.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
+        engine = self.engine
+        engine.consolidated = None
+        everyone = engine.comm if engine.node.world_size == 1 else Communicator()
+        own = saved.own_state(engine, engine.state_at_rest(), {"param_groups": []})
+        # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
+        whole = collect(own, everyone, engine.state.step.device if engine.state else engine.parameters.device, to)
+        if whole is not None:
+            engine.consolidated = saved.whole_state(whole)
 
-    def sharded_state_dict(self) -> OwnParts:
-        """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it, in views.
-
-        No tensor is sent, and no rank ever holds the whole state. Collective, for a user's hook may fail.
-        """
+    def own_state(self) -> OwnState:
+        """This rank's part of the state, in views. No tensor is sent. Collective, for a user's hook may fail."""
         node, comm = self.engine.node, self.engine.comm
-        return self._own_parts(node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
+        shown = node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._shown))
+        return saved.own_state(self.engine, self.engine.state_at_rest(), shown)
 
-    def _own_parts(self, beside_state: dict[str, Any]) -> OwnParts:
-        return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, beside_state)
-
-    def _beside_state(self) -> dict[str, Any]:
+    def _shown(self) -> dict[str, Any]:
         """Parameter groups, and what the user's hooks add to a state dict. Hooks see no state: no rank has all."""
 
         def hide(_: Any, found: dict[str, Any]) -> None:
@@ -373,7 +371,13 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         if self.engine.comm.world_size == self.engine.node.world_size == 1:
             self.consolidate_state_dict()
-        whole = collected_before(self.engine.consolidated, self.engine.comm.rank)
+        whole = self.engine.consolidated
+        if whole is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self.engine.comm.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
+                " state_dict() on rank 0."
+            )
 
         def complete(_: Any, found: dict[str, Any]) -> None:
             # Groups as they are now: a scheduler may have moved on since.
@@ -383,8 +387,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             found: dict[str, Any] = super().state_dict()
         return found
 
-    def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
-        """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
+    def load_state_dict(self, state_dict: dict[str, Any] | SavedState) -> None:
+        """Takes this rank's part of a whole state, or of a directory's. Call on every rank, with the same state.
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
         and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
@@ -394,29 +398,23 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
                 package. Nothing has been changed then.
-            OSError: a sharded state cannot be read; on every rank.
+            OSError: a directory cannot be read; on every rank.
         """
         self.drain()
-        if not isinstance(state_dict, SavedShards):
-            state_dict = self.engine.node.share(self.engine.comm.share(state_dict))
-        state = self.engine.allocate()
-        snapshot, comm = self._snapshot(state), self.engine.comm
+        engine, comm, node = self.engine, self.engine.comm, self.engine.node
+        if not isinstance(state_dict, SavedState):
+            state_dict = node.share(comm.share(state_dict))
+        state = engine.allocate()
 
-        def load() -> checkpoint.Loaded:
-            return checkpoint.load(snapshot, checkpoint.hooked(self, state_dict), comm.rank, self.param_groups)
+        def load() -> saved.Loaded:
+            return saved.load(engine, state, state_dict, self, self.param_groups)
 
-        loaded = self.engine.node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
-        loaded.take_up(snapshot)
-        for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
-            group.update(deepcopy({name: value for name, value in saved.items() if name != "params"}))  # as torch does
-        self.engine.replace_state(state, loaded.config)
+        loaded = node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
+        loaded.take_up(engine)
+        for group, theirs in zip(self.param_groups, loaded.param_groups, strict=True):
+            group.update(deepcopy({name: value for name, value in theirs.items() if name != "params"}))  # as torch does
+        engine.replace_state(state, loaded.config)
         after_load(self)
-
-    def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
-        engine = self.engine
-        return checkpoint.Snapshot(
-            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.node
-        )
 
 
 def _with_update(config: Any, update: Update) -> ScapeConfig:

@@ -106,7 +106,7 @@ class RowHyperparameters:
         self._of_row = ByRow(numbers, [piece.blocks for piece in pieces], rows, torch.int32)
 
     def at(
-        self, step: Tensor, param_groups: Sequence[dict[str, Any]], dtype: torch.dtype, second_since: int = 0
+        self, step: Tensor, param_groups: Sequence[dict[str, Any]], dtype: torch.dtype
     ) -> tuple[ops.Hyper, Corrections]:
         """Hyperparameters of the groups in this shard, and what divides the moments of its rows.
 
@@ -114,7 +114,6 @@ class RowHyperparameters:
             step: int32, the step of each row ``[R]``, or 0-dim.
             param_groups: the optimizer's.
             dtype: of the state.
-            second_since: the step at whose end the second moment was zero.
 
         Returns:
             Hyperparameters, 0-dim where there is one group, else ``[G]``, for :meth:`group_of_row` to say which is
@@ -129,7 +128,7 @@ class RowHyperparameters:
             return column[0] if group is None else column.index_select(0, group)
 
         first = 1 - by_row(beta1) ** step
-        second = 1 - by_row(beta2) ** (step - second_since).clamp(min=1)
+        second = 1 - by_row(beta2) ** step.clamp(min=1)
         hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
         if group is None:
             hyper = ops.Hyper(*(numbers[0] for numbers in hyper))

@@ -206,7 +206,7 @@ class Shard:
         """Updates ``theta [R, q]``; returns how many of the entries were updated in the step before, too."""
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
-        hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype, state.exp_avg_sq_since)
+        hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype)
         numbers = ops.RowNumbers(number, scale, hyper, *corrections, self._hyperparameters.group_of_row())
         shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
         if state.exp_avg_sq is None:

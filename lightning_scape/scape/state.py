@@ -37,8 +37,6 @@ class ScapeState:
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""
-    exp_avg_sq_since: int = 0
-    """The step at whose end ``exp_avg_sq`` was zero."""
     change_error: Tensor | None = None
     """``[R, B]`` fp32 (fp64), where changes of parameters are packed: what an entry's parameter lacks, for its changes
     were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at the first

@@ -7,11 +7,11 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.shards import OwnState, SavedState
 from lightning_scape.comm.collectives import all_reduce_bytes
 from lightning_scape.core.method import Method, Progress, Surroundings
 from lightning_scape.core.words import show_bytes
-from lightning_scape.sparseloco.checkpoint import FORM
+from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.cost import OPENING_BYTES
 from lightning_scape.sparseloco.wrapper import SparseLoCo
@@ -26,7 +26,6 @@ class SparseLoCoMethod(Method):
     name = "sparseloco"
     title = "SparseLoCo"
     config_class = SparseLoCoConfig
-    form = FORM
     shown = ("compression", "delta_norm")
 
     def __init__(self, loco: SparseLoCo) -> None:
@@ -113,8 +112,13 @@ class SparseLoCoMethod(Method):
         return all_reduce_bytes(self.loco.parameters.local, self.communicator.world_size)
 
     @override
-    def sharded_state_dict(self) -> OwnParts:
-        return self.loco.sharded_state_dict()
+    def own_state(self) -> OwnState:
+        return self.loco.own_state()
+
+    @classmethod
+    @override
+    def whole_state(cls, state: SavedState) -> dict[str, Any]:
+        return saved.whole_state(state)
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:

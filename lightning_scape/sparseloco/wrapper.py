@@ -10,16 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.checks import collected_before
-from lightning_scape.checkpoint.inner import placed
-from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.checkpoint.source import SavedShards
+from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.sparseloco import checkpoint, setup
+from lightning_scape.sparseloco import saved, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeStats
@@ -132,7 +129,7 @@ class SparseLoCo(setup.NotCopied):
         self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
-        self._inner = checkpoint.InnerLoads(optimizer, self.load_state_dict)
+        self._inner = saved.InnerLoads(optimizer, self.load_state_dict)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -225,7 +222,10 @@ class SparseLoCo(setup.NotCopied):
         Ranks differ inside a window. So the whole state holds every rank's parameters, error feedback and optimizer
         state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
         """
-        self._consolidated = checkpoint.FORM.collected(self.sharded_state_dict(), to)
+        self._consolidated = None
+        whole = collect(self.own_state(), self.everyone, self.parameters.device, to)
+        if whole is not None:
+            self._consolidated = saved.whole_state(whole)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the inner optimizers' included: tensors, numbers and strings only.
@@ -237,14 +237,21 @@ class SparseLoCo(setup.NotCopied):
         """
         if self.everyone.world_size == 1:
             self.consolidate_state_dict()
-        return collected_before(self._consolidated, self.everyone.rank)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self.everyone.rank} without it. Call consolidate_state_dict(to=0) on every rank, then state_dict()"
+                " on rank 0."
+            )
+        return self._consolidated
 
-    def sharded_state_dict(self) -> OwnParts:
-        """This rank's part of the state, for a checkpoint that is a directory. Collective, but no state is sent."""
-        return checkpoint.own_parts(self._live())
+    def own_state(self) -> OwnState:
+        """This rank's part of the state, in views. No state is sent. Collective, for the inner optimizer may fail."""
+        live = self._live()
+        return self.everyone.raise_on_all_ranks(lambda: saved.own_state(live))
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
         """Takes up a state, parameters and inner optimizer included. Call on every rank, with the same state.
 
         On the same number of ranks training goes on bit for bit, also in the middle of a window. On another number,
@@ -262,11 +269,11 @@ class SparseLoCo(setup.NotCopied):
                 format is newer than this package. Nothing has been changed then.
         """
         self.windows.wait_for_others()
-        state_dict = self.everyone.share(state_dict)
+        if not isinstance(state_dict, SavedState):
+            state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)
-        ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
-        loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
-        self._inner.load(placed(loaded.inner, self.optimizer))
+        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(live, state_dict))
+        self._inner.load(loaded.inner)
         self._consolidated = None
         self.windows.resume(loaded.state, loaded.progress, loaded.dropped, loaded.parameters)
         loaded.warn()
@@ -291,7 +298,7 @@ class SparseLoCo(setup.NotCopied):
         self._consolidated = None
         self.windows.restart()
 
-    def _live(self, allocate: bool = False) -> checkpoint.Live:
+    def _live(self, allocate: bool = False) -> saved.Live:
         """The objects that make up the state, with nothing on its way.
 
         Args:
@@ -303,7 +310,7 @@ class SparseLoCo(setup.NotCopied):
             torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
         self.parameters.flatten()
         state = self.exchange.allocate() if allocate or self.state is None else self.state
-        return checkpoint.Live(
-            self.config, self.layout, self.parameters, self.communicator, self.node, self.everyone, self.optimizer,
+        return saved.Live(
+            self.config, self.layout, self.parameters, self.communicator, self.node, self.optimizer,
             state, vars(self.progress), (self.dropped.in_row, self.dropped.total),
         )  # fmt: skip

@@ -6,10 +6,8 @@ Each command's function imports what it works with: help, and the word on a mist
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -80,7 +78,7 @@ def _verify(paths: list[Path]) -> int:
     Args:
         paths: Checkpoints, files or directories.
     """
-    from lightning_scape.checkpoint.inspection import verify as read
+    from lightning_scape.checkpoint.saver import verify as read
 
     damaged = 0
     for path in paths:
@@ -94,30 +92,22 @@ def _verify(paths: list[Path]) -> int:
     return 1 if damaged else 0
 
 
-def _consolidate(
-    checkpoint: Path, file: Path, optimizer: Literal["kept", "adamw"] = "kept", force: bool = False
-) -> int:
-    """Make one file of a checkpoint, as it was saved or for plain AdamW.
+def _consolidate(checkpoint: Path, file: Path, force: bool = False) -> int:
+    """Make one file of a checkpoint that is a directory. Its optimizer state is one that torch's AdamW loads, too.
 
     Args:
-        checkpoint: A directory, or a file to convert.
+        checkpoint: A directory.
         file: Where the one file goes.
-        optimizer: Whose state the file holds: the method's as it was saved (kept), or AdamW's, with what carries over.
         force: Replace the file if it exists, when the new one is whole.
     """
-    from lightning_scape.checkpoint import atomic_files as files
-    from lightning_scape.checkpoint import saver
-    from lightning_scape.checkpoint.inspection import checkpoint_in
+    from lightning_scape.checkpoint import files, saver
 
-    source = checkpoint_in(checkpoint)
-    files.check_there(source)
+    source = saver.checkpoint_in(checkpoint)
+    if not source.exists():
+        raise FileNotFoundError(f"A checkpoint must be at {str(source)!r}, got nothing there. Check the path.")
     if file.is_dir() or (file.exists() and (not force or file.samefile(source))):
         raise ValueError(f"FILE must be a free name, got {str(file)!r}. Name a new one, or --force to replace a file.")
-    with warnings.catch_warnings(record=True) as said:
-        whole = saver.consolidate(source, optimizer)
-    for each in said:  # without the place in our code
-        print(f"lightning-scape: {each.message}", file=sys.stderr)
-    files.save_file(whole, file)
+    files.save_file(saver.consolidate(source), file)
     print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
 

@@ -1,0 +1,350 @@
+"""Files and directories that are whole or not there, and are checked before they are loaded. Nothing is executed.
+
+Each is written under a hidden name beside its place, ``.NAME.<16 digits>.partial``, synced, and renamed. What a kill
+leaves there goes with the next save to the same name. A directory that another one replaces is called ``.previous``
+for that moment: no call replaces a directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import re
+import secrets
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+META = "meta.pt"
+"""In a directory that is a complete checkpoint: all but the ranks' parts. Written last."""
+_END = re.compile(r"[0-9a-f]{16}\.(partial|previous)")
+_TURNS = 1000
+_LONG_AGO = 24 * 3600.0
+"""Seconds, after which a temporary is left behind where the file system has no locks."""
+_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+_OLDER = "Load an older checkpoint: `lightning_scape.newest_checkpoint(folder)` finds the newest that is complete."
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is torn, damaged or of something else; names the file and what is wrong."""
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Absolute, ``~`` being the user's home; None if it is at a store (``s3://``)."""
+    local = os.fspath(path).removeprefix("file://")
+    return None if "://" in local else Path(local).expanduser().absolute()
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def save_file(content: Any, path: Path) -> None:
+    """``torch.save`` that leaves either the whole new file or what was there before.
+
+    Raises:
+        OSError: the file could not be written; with what to do.
+    """
+    with explained(path):
+        new = Temporary(path)
+        try:
+            write(content, new.path)
+            new.take_place()
+        finally:
+            new.close()
+
+
+def write(content: Any, path: Path) -> None:
+    """``torch.save`` with checksums, whatever the user has set, and synced."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        with open(path, "wb") as file:
+            noting: Any = _Noting(file)
+            try:
+                torch.save(content, noting)
+            finally:
+                if noting.error is not None:
+                    raise noting.error
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _Noting:
+    """A file that keeps the error of a write: torch.save raises another one, which hides the reason."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.flush = file, file.flush
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Adds to an OSError the checkpoint's path, and that earlier checkpoints are untouched."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno or errno.EIO,
+            f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and"
+            " the checkpoints before it are untouched. Free space there, get the right to write there, or save"
+            " elsewhere.",
+        ) from error
+
+
+class Temporary:
+    """A new file or directory, which takes the place of ``path`` when it is complete.
+
+    It is locked while its writer lives, so that another save to the name does not take it for one left behind.
+
+    Args:
+        path: its place.
+        folder: whether it is a directory.
+
+    Raises:
+        OSError: it could not be made, or ``path`` is something that is no checkpoint.
+    """
+
+    def __init__(self, path: Path, folder: bool = False) -> None:
+        self._target = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_replaceable(path)
+        for each in _temporaries(path):
+            if each.suffix == ".partial" and not (each / META).exists() and _is_dead(each):
+                remove(each)
+        self.path, self._lock = _create(path, folder)
+
+    def take_place(self) -> None:
+        """Renames what is complete. At every moment one complete checkpoint has a name.
+
+        Others may do the same at the same time; the last one stays.
+        """
+        # Not those that come later: what another save moves aside now may be this one.
+        before = [each for each in _temporaries(self._target) if each != self.path]
+        aside: Path | None = None
+        try:
+            for _ in range(_TURNS):
+                try:
+                    os.replace(self.path, self._target)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                _check_replaceable(self._target)
+                moved = _beside(self._target, "previous")
+                with contextlib.suppress(FileNotFoundError):  # another save has moved it
+                    os.rename(self._target, moved)
+                    if aside is not None:
+                        remove(aside)
+                    aside = moved
+            else:
+                raise OSError(errno.EBUSY, f"{_TURNS} other saves to the same name came first")
+        except BaseException:
+            if aside is not None and not self._target.exists():
+                os.rename(aside, self._target)
+            raise
+        with contextlib.suppress(OSError):  # renames last through a power cut
+            handle = os.open(self._target.parent, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        for each in [*before, *([] if aside is None else [aside])]:
+            if each.suffix == ".previous" or _is_dead(each):
+                remove(each)
+
+    def close(self) -> None:
+        """Ends the work. What has not taken its place is removed."""
+        os.close(self._lock)  # first: a network's file system keeps what is open
+        remove(self.path)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{_stem(path)}.{secrets.token_hex(8)}.{kind}")
+
+
+def _stem(path: Path) -> str:
+    """Under SLURM Lightning takes each name with "hpc_ckpt_" in it for a checkpoint to go on from."""
+    return path.name.replace("hpc_ckpt_", "hpc-ckpt-")
+
+
+def _create(path: Path, folder: bool) -> tuple[Path, int]:
+    for _ in range(_TURNS):
+        new = _beside(path, "partial")
+        if folder:
+            new.mkdir()
+        else:
+            new.touch(exist_ok=False)
+        with contextlib.suppress(FileNotFoundError):  # another save took it for one left behind
+            lock = os.open(new, os.O_RDONLY)
+            if _lock(lock) is not False and os.fstat(lock).st_nlink:
+                return new, lock
+            os.close(lock)
+    raise OSError(errno.EBUSY, f"{_TURNS} names for a temporary were taken")
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether this process has the lock now; None where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_dead(entry: Path) -> bool:
+    """Whether the writer of a temporary was killed."""
+    try:
+        handle = os.open(entry, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        free = _lock(handle)
+        return time.time() - os.fstat(handle).st_mtime > _LONG_AGO if free is None else free
+    finally:
+        os.close(handle)
+
+
+def _temporaries(path: Path) -> list[Path]:
+    start = f".{_stem(path)}."
+    return [
+        each
+        for each in path.parent.iterdir()
+        if each.name.startswith(start) and _END.fullmatch(each.name.removeprefix(start))
+    ]
+
+
+def finished_temporaries(folder: Path, pattern: str) -> Iterator[Path]:
+    """Complete directories that a killed save has not put into their places, or has moved out of theirs."""
+    for kind in ("partial", "previous"):
+        for each in folder.glob(f".{_stem(Path(pattern))}.*.{kind}"):
+            if _END.fullmatch(each.name[-len("0123456789abcdef.") - len(kind) :]) and (each / META).exists():
+                yield each
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises ``OSError`` if a checkpoint would take the place of something that is none."""
+    if path.is_symlink() or not path.exists() or path.is_file():
+        return
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another save moves or replaces it
+        if path.is_dir() and ((path / META).exists() or not any(path.iterdir()) or (path / META).exists()):
+            return
+        raise IsADirectoryError(
+            errno.EISDIR,
+            f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is something"
+            " else. Give the checkpoint another name",
+        )
+
+
+def remove(path: Path) -> None:
+    """Removes a file or directory, if it is there; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def check(path: Path) -> None:
+    """Compares every record with its CRC-32, which torch.save writes and torch.load does not compare.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is torn or damaged, has no checksums, or is none of torch.save.
+    """
+    records = check_ends(path)
+    if any(each.file_size for each in records) and not any(each.CRC for each in records):
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} must have checksums, got one that was saved after"
+            " torch.serialization.set_crc32_options(False). Load it by torch.load, and save it again with them."
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # of a damaged file, zipfile raises many kinds
+        raise _damage(path, error) from error
+    if damaged is not None:
+        raise _damage(path, f"{damaged} is not as it was written")
+
+
+def check_ends(path: Path) -> list[zipfile.ZipInfo]:
+    """The table of contents of a file of torch.save: it is there, and so the file was written to its end.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`check`.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
+            raise CheckpointError(
+                f"The checkpoint {str(path)!r} must have checksums, got one of torch's old format, which has none. Load"
+                " it by torch.load, and save it again by torch.save."
+            )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except Exception as error:
+        raise _damage(path, error) from error
+    if not records or min(each.header_offset for each in records):  # the end of an archive inside it
+        raise _damage(path, "its end is missing")
+    if any(each.compress_type for each in records):  # torch compresses none, and reads none well
+        raise _damage(path, "a record is compressed")
+    return records
+
+
+def _damage(path: Path, what: object) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {str(path)!r} ({path.stat().st_size} bytes) is torn, damaged, or no file of torch.save:"
+        f" {what}. {_OLDER}"
+    )
+
+
+def load_file(path: Path, weights_only: bool | None = None, **options: Any) -> Any:
+    """:func:`check`, then :func:`read`."""
+    check(path)
+    return read(path, weights_only, **options)
+
+
+def read(path: Path, weights_only: bool | None = None, **options: Any) -> Any:
+    """``torch.load`` into host memory.
+
+    Args:
+        path: of the file.
+        weights_only: False lets the file execute code; None is torch's own default, True.
+        options: others of ``torch.load``.
+
+    Raises:
+        CheckpointError: the file holds what ``weights_only`` does not read.
+    """
+    try:
+        return torch.load(path, weights_only=weights_only, **{"map_location": "cpu", **options})
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"The checkpoint {str(path)!r} must hold tensors, numbers, strings and containers of them, got what only"
+            f" executing its code would load: {str(error).partition(chr(10))[0]} Trust a class of your own by"
+            " torch.serialization.add_safe_globals; or, if you trust whoever made the file, give weights_only=False."
+        ) from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        if weights_only is False:  # it may be the user's own
+            raise
+        raise _damage(path, str(error).partition("\n")[0]) from error

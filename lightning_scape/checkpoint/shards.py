@@ -1,0 +1,462 @@
+"""An optimizer's state as facts and chunks: what a rank holds of it, how it becomes a file or a directory, and back.
+
+Facts are plain, and the same on all ranks. A chunk is some rows of a tensor, by the tensor's key, such as
+``exp_avg.3``, of which each rank has a part, or ``residual.1.3``, which is rank 1's alone. What ranks have alike, rank
+0 saves. What a host and its hooks see of a state is a dict with its ``param_groups``; what they change there holds.
+
+::
+
+    DIR/rank-0.pt ... rank-{N-1}.pt   each rank's chunks, {key: (offset, length, tensor)}, and its generators
+    DIR/meta.pt                       rank 0's: the host's checkpoint, the states' facts, the number of ranks
+
+All are plain files of torch.save. In a file a state is whole: ``{"state": ..., "param_groups": ..., METHOD: {"facts":
+..., "tensors": {key: tensor}, "own": [...]}}``, and torch's optimizers take the first two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint import files
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import bytes_of
+
+FORMAT = 1
+Where = tuple[Any, int | None]
+"""A state's name in a host's checkpoint, and its place in the list that it has there."""
+AT_ONCE = 1 << 22
+"""Bytes of a rank that are on their way at a time."""
+
+
+class Chunk(NamedTuple):
+    """Rows ``[offset, offset + len(tensor))`` of a tensor of ``length`` rows."""
+
+    tensor: Tensor
+    offset: int
+    length: int
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Chunk:
+        """All rows."""
+        return cls(tensor, 0, len(tensor))
+
+    @property
+    def end(self) -> int:
+        """One past its last row."""
+        return self.offset + len(self.tensor)
+
+
+def of_blocks(
+    name: str, parameters: Parameters, layout: Layout, blocks: Tensor, pieces: Iterable[Piece]
+) -> dict[str, Chunk]:
+    """Each piece's entries in a tensor of blocks, as a chunk of its flat parameter; keys are ``NAME.{index}``.
+
+    Args:
+        name: of the tensor.
+        parameters: those of the layout.
+        layout: it gives the block length.
+        blocks: ``[rows, B]``: all blocks, or the shard's.
+        pieces: they count the same rows.
+    """
+    flat, found = blocks.view(-1), {}
+    for index, parameter in zip(parameters.indices, parameters.tensors, strict=True):
+        if not parameter.numel():
+            found[f"{name}.{index}"] = Chunk(flat[:0], 0, 0)
+    for piece in pieces:
+        place = piece.segment.index
+        first, whole = parameters.first_entry(place) + piece.start, parameters.tensors[place].numel()
+        found[f"{name}.{parameters.indices[place]}"] = Chunk(flat[piece.of_blocks(layout.block_size)], first, whole)
+    return found
+
+
+def of_flats(name: str, parameters: Parameters, flats: Sequence[Tensor]) -> dict[str, Chunk]:
+    """A flat tensor for every parameter, likewise: of sharded parameters a rank holds some entries."""
+    return {
+        f"{name}.{index}": Chunk(flat, parameters.first_entry(place), whole.numel())
+        for place, (index, flat, whole) in enumerate(zip(parameters.indices, flats, parameters.tensors, strict=True))
+    }
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+class Part(NamedTuple):
+    """What one rank has saved of a state."""
+
+    own: Mapping[str, Any]
+    """Facts of its own."""
+    chunks: Mapping[str, Chunk]
+
+
+class OwnState(dict[str, Any]):
+    """What this rank holds of one optimizer's state: views of the live state. As a dict, what hosts see of it.
+
+    Args:
+        shown: ``param_groups``, and what the user's hooks add to a state dict.
+        facts: the same on all ranks; ``method`` is one of them.
+        part: this rank's. Where it has a fact that is shown, too, a change by a host holds for it.
+    """
+
+    def __init__(self, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Part) -> None:
+        super().__init__(shown)
+        self.facts = {"format": FORMAT, **facts}
+        self._part = part
+
+    @property
+    def part(self) -> Part:
+        """What is saved of it."""
+        own = {name: self.get(name, value) for name, value in self._part.own.items()}
+        return Part(own, self._part.chunks)
+
+    def copied(self) -> OwnState:
+        """The same in host memory of its own: training goes on meanwhile."""
+        own, chunks = self.part
+        copies = {key: chunk._replace(tensor=_to_host(chunk.tensor, copy=True)) for key, chunk in chunks.items()}
+        return OwnState(deepcopy(dict(self)), self.facts, Part(deepcopy(own), copies))
+
+
+def _to_host(tensor: Tensor, copy: bool = False) -> Tensor:
+    return tensor.detach().to("cpu", copy=copy)
+
+
+class SavedState(dict[str, Any]):
+    """A saved state, of a file or of a directory: facts, and the ranks' parts. As a dict, what hosts see of it.
+
+    Args:
+        shown: as it was saved.
+        facts: likewise.
+        parts: give the parts. They are asked one after the other, and only for what those before lack.
+        own: gives the facts of the rank of a number.
+    """
+
+    def __init__(
+        self,
+        shown: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        parts: Sequence[Callable[[], Part]],
+        own: Callable[[int], Mapping[str, Any]],
+    ) -> None:
+        super().__init__(shown)
+        if facts["format"] > FORMAT:
+            raise files.CheckpointError(
+                f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
+                " Upgrade this installation."
+            )
+        self.facts, self._parts, self.own = facts, parts, own
+
+    @classmethod
+    def of_whole(cls, whole: Mapping[str, Any], method: str) -> SavedState:
+        """The state in a file.
+
+        Raises:
+            ValueError: something is missing there.
+        """
+        saved = whole[method]
+        if not isinstance(saved, Mapping) or not {"facts", "tensors", "own"} <= saved.keys():
+            raise ValueError(
+                f"A state of {method} must hold facts and tensors, got"
+                f" {sorted(map(str, saved)) if isinstance(saved, Mapping) else saved!r}. Load another checkpoint."
+            )
+        chunks = {key: Chunk.whole(tensor) for key, tensor in saved["tensors"].items()}
+        shown = {name: value for name, value in whole.items() if name not in ("state", method)}
+        return cls(shown, saved["facts"], [lambda: Part({}, chunks)], saved["own"].__getitem__)
+
+    def as_whole(self, state: Mapping[Any, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The reverse.
+
+        Args:
+            state: what torch's optimizer takes.
+            tensors: all whole ones.
+        """
+        own = [self.own(number) for number in range(self.facts["ranks"] * self.facts["shards"])]
+        return {"state": state, **self, self.facts["method"]: {"facts": self.facts, "tensors": tensors, "own": own}}
+
+    def pieces(self, key: str) -> Iterator[Chunk]:
+        """The chunks that hold a tensor."""
+        for part in self._parts:
+            if (chunk := part().chunks.get(key)) is not None:
+                yield chunk
+
+    def read(self, key: str, into: Chunk) -> None:
+        """Fills a chunk's tensor, in place; converts dtypes.
+
+        Raises:
+            CheckpointError: some of its rows are nowhere.
+        """
+        filled, wanted = 0, len(into.tensor)
+        for piece in self.pieces(key) if wanted else ():
+            first, end = max(piece.offset, into.offset), min(piece.end, into.end)
+            if first < end and piece.length == into.length:
+                rows = piece.tensor[first - piece.offset : end - piece.offset]
+                into.tensor[first - into.offset : end - into.offset].copy_(rows)
+                filled += end - first
+            if filled == wanted:
+                return
+        if filled < wanted:
+            raise files.CheckpointError(
+                f"A state must hold all {into.length} entries of {key!r}, got {filled} of the {wanted} that this rank"
+                " needs. Load it into the model that it was saved from."
+            )
+
+    def whole(self, key: str) -> Tensor:
+        """One whole tensor, in host memory.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        first = next(self.pieces(key), None)
+        if first is None:
+            raise files.CheckpointError(f"A state must hold {key!r}, got none. Load another checkpoint.")
+        into = Chunk.whole(torch.empty(first.length, *first.tensor.shape[1:], dtype=first.tensor.dtype))
+        self.read(key, into)
+        return into.tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, whole."""
+        keys = dict.fromkeys(itertools.chain.from_iterable(part().chunks for part in self._parts))
+        return {key: self.whole(key) for key in keys}
+
+    def read_of_ranks(self, name: str, chunks: Mapping[str, Chunk], rank: int, ranks: int) -> None:
+        """Fills this rank's chunks of what each has of its own: on another number of ranks, with the mean of all.
+
+        Args:
+            name: keys are ``NAME.{rank}.{index}``.
+            chunks: by ``NAME.{index}``.
+            rank: this one.
+            ranks: of the run that goes on.
+        """
+        before: int = self.facts["ranks"]
+        for key, chunk in chunks.items():
+            index = key.rpartition(".")[2]
+            if before == ranks:
+                self.read(f"{name}.{rank}.{index}", chunk)
+                continue
+            one = chunk._replace(tensor=torch.empty_like(chunk.tensor))
+            chunk.tensor.zero_()
+            for other in range(before):
+                self.read(f"{name}.{other}.{index}", one)
+                chunk.tensor.add_(one.tensor)
+            chunk.tensor.div_(before)
+
+
+# ------------------------------------------------------------------------------------------------ one file
+
+
+def collect(
+    state: OwnState, ranks: Communicator, device: torch.device, to: int = 0, at_once: int = AT_ONCE
+) -> SavedState | None:
+    """The state of all ranks on rank ``to``, in host memory; None elsewhere. Collective.
+
+    Args:
+        state: this rank's.
+        ranks: all that hold a part of it.
+        device: by way of which tensors travel.
+        to: among the ranks.
+        at_once: bytes of a rank in a message: rank ``to`` holds one such message of all ranks beside the state.
+    """
+    own, chunks = state.part
+    pieces = {key: (c.offset, c.length, tuple(c.tensor.shape), c.tensor.dtype) for key, c in chunks.items()}
+    told = ranks.all_gather_object((own, pieces))
+    mine = _Bytes(chunk.tensor for chunk in chunks.values())
+    wholes: dict[str, Chunk] = {}
+    each: list[_Bytes] = []
+    for _, pieces in told if ranks.rank == to else ():
+        for key, (_, length, shape, dtype) in pieces.items():
+            if key not in wholes:
+                wholes[key] = Chunk.whole(torch.empty(length, *shape[1:], dtype=dtype, device="cpu"))
+        rows = ((wholes[key].tensor, offset, shape[0]) for key, (offset, _, shape, _) in pieces.items())
+        each.append(_Bytes(tensor[first : first + count] for tensor, first, count in rows))
+    lengths = [
+        sum(torch.Size(shape).numel() * dtype.itemsize for *_, shape, dtype in pieces.values()) for _, pieces in told
+    ]
+    for begin in range(0, max(lengths), at_once):
+        sent = mine.read(begin, min(begin + at_once, max(lengths)), device)
+        for there, part in zip(each, ranks.gather(sent, to, device, at_once) or (), strict=bool(each)):
+            there.write(begin, part)
+    if ranks.rank != to:
+        return None
+    owns = [own for own, _ in told]
+    return SavedState(state, state.facts, [lambda: Part({}, wholes)], owns.__getitem__)
+
+
+class _Bytes:
+    """Tensors as one row of bytes."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._parts = [bytes_of(tensor) for tensor in tensors]
+        self._ends = list(itertools.accumulate(map(len, self._parts)))
+
+    def _between(self, begin: int, end: int) -> Iterator[Tensor]:
+        for place in range(bisect.bisect_right(self._ends, begin), len(self._parts)):
+            first = self._ends[place] - len(self._parts[place])
+            if first >= end:
+                return
+            yield self._parts[place][max(0, begin - first) : end - first]
+
+    def read(self, begin: int, end: int, device: torch.device) -> Tensor:
+        """Those bytes; zeros behind the last one."""
+        found = list(self._between(begin, end))
+        pad = end - begin - sum(map(len, found))
+        if pad:
+            found.append(torch.zeros(pad, dtype=torch.uint8, device=found[0].device if found else device))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def write(self, begin: int, data: Tensor) -> None:
+        """The reverse."""
+        for part in self._between(begin, begin + len(data)):
+            part.copy_(data[: len(part)])
+            data = data[len(part) :]
+
+
+# ------------------------------------------------------------------------------------------------ a directory
+
+
+def write_directory(
+    path: Path, rest: Any, states: Mapping[Where, OwnState], rng: Mapping[str, Any], ranks: Communicator
+) -> None:
+    """Writes a checkpoint that is a directory. Collective; all ranks must see the same folder.
+
+    Args:
+        path: the same on all ranks.
+        rest: the host's checkpoint without optimizers; rank 0's is written.
+        states: of this rank.
+        rng: this rank's generators.
+        ranks: those that write.
+
+    Raises:
+        OSError: it could not be written; on every rank.
+    """
+    lead = ranks.rank == 0
+    with files.explained(path):
+        new = ranks.raise_on_all_ranks(lambda: files.Temporary(path, folder=True) if lead else None)
+        try:
+            folder = Path(ranks.all_gather_object(str(new.path) if new is not None else "")[0])
+            token = folder.name
+            held = {where: state.part for where, state in states.items()}
+            mine = {
+                where: {
+                    "own": own,
+                    "chunks": {key: (c.offset, c.length, _to_host(c.tensor)) for key, c in chunks.items()},
+                }
+                for where, (own, chunks) in held.items()
+            }
+            part = {"token": token, "rng": rng, "states": mine}
+            ranks.raise_on_all_ranks(lambda: files.write(part, folder / f"rank-{ranks.rank}.pt"))
+            facts = {where: (dict(state), state.facts) for where, state in states.items()}
+            meta = {"format": FORMAT, "token": token, "ranks": ranks.world_size, "facts": facts, "rest": rest}
+
+            def complete() -> None:
+                if new is not None:
+                    files.write(meta, folder / files.META)
+                    new.take_place()
+
+            ranks.raise_on_all_ranks(complete)
+        finally:
+            if new is not None:
+                new.close()
+
+
+class Directory:
+    """A checkpoint that is a directory, found complete and undamaged. Tensors are read when they are asked for.
+
+    Args:
+        path: of the directory.
+        ranks: each checks its share of the parts.
+        weights_only: as in ``torch.load``.
+        parts: whether optimizers' states are needed. Else no part is looked at.
+
+    Raises:
+        CheckpointError: it is torn or damaged; on every rank.
+    """
+
+    def __init__(self, path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True) -> None:
+        self._path, self._weights_only = path, weights_only
+        self._opened: dict[int, Any] = {}
+        self._meta = ranks.raise_on_all_ranks(self._open_meta)
+        self.rest: Any = self._meta["rest"]
+        saved, here = self._meta["ranks"], ranks.rank
+        if parts:
+            ranks.raise_on_all_ranks(lambda: self._check(range(saved)[here :: ranks.world_size]))
+        mine = here * saved // ranks.world_size  # a rank's own, where as many have saved
+        self._order = [mine, *(number for number in range(saved) if number != mine)]
+
+    def states(self) -> dict[Where, SavedState]:
+        """The optimizers', on disk until they are read."""
+
+        def state(where: Where, shown: Mapping[str, Any], facts: Mapping[str, Any]) -> SavedState:
+            parts = [functools.partial(self._part, where, number) for number in self._order]
+            return SavedState(shown, facts, parts, lambda number: self._part(where, number).own)
+
+        return {where: state(where, *told) for where, told in self._meta["facts"].items()}
+
+    def rng(self) -> list[Any]:
+        """Each rank's generators."""
+        return [self._open(number)["rng"] for number in range(self._meta["ranks"])]
+
+    def own_rng(self, rank: int, world_size: int) -> Any:
+        """A rank's generators; None if the number of ranks has changed, or no optimizer was saved."""
+        same = world_size == self._meta["ranks"] and self._meta["facts"]
+        return self._open(rank)["rng"] if same else None
+
+    def _open_meta(self) -> dict[str, Any]:
+        try:
+            meta = files.load_file(self._path / files.META, self._weights_only)
+        except FileNotFoundError:
+            raise files.CheckpointError(
+                f"A checkpoint that is a directory must hold {files.META}, which is written last, got"
+                f" {str(self._path)!r} without it. Load another one."
+            ) from None
+        if not isinstance(meta, dict) or not {"format", "token", "ranks", "facts", "rest"} <= meta.keys():
+            raise files.CheckpointError(
+                f"{str(self._path / files.META)!r} must be lightning_scape's, got another file."
+            )
+        if meta["format"] > FORMAT:
+            raise files.CheckpointError(
+                f"{str(self._path)!r} is of a newer lightning_scape. Upgrade this installation."
+            )
+        return meta
+
+    def _name(self, number: int) -> Path:
+        return self._path / f"rank-{number}.pt"
+
+    def _check(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            try:
+                files.check(self._name(number))
+            except FileNotFoundError:
+                raise files.CheckpointError(
+                    f"The checkpoint {str(self._path)!r} is torn: it lacks {self._name(number).name}. Load another one."
+                ) from None
+            self._open(number)
+
+    def _open(self, number: int) -> Any:
+        """A rank's part, its tensors mapped: memory is used where they are read."""
+        if number not in self._opened:
+            part = files.read(self._name(number), self._weights_only, mmap=True)
+            if not isinstance(part, dict) or part.get("token") != self._meta["token"]:
+                raise files.CheckpointError(
+                    f"{str(self._path)!r} must be one checkpoint, got {self._name(number).name} of another one. Load"
+                    " another."
+                )
+            states = {where: _part_of(held) for where, held in part["states"].items()}
+            self._opened[number] = {"rng": part["rng"], "states": states}
+        return self._opened[number]
+
+    def _part(self, where: Where, number: int) -> Part:
+        part: Part = self._open(number)["states"][where]
+        return part
+
+
+def _part_of(held: Mapping[str, Any]) -> Part:
+    return Part(held["own"], {key: Chunk(tensor, *place) for key, (*place, tensor) in held["chunks"].items()})

@@ -1,0 +1,380 @@
+"""The state of SCAPE's optimizer: N ranks save it, any number of ranks loads it.
+
+=================== =============== ====================================================================================
+key                 on other ranks  what it is
+=================== =============== ====================================================================================
+``exp_avg.i``, ...  the same        the shard's tensors of parameter ``i``, of which ranks own an N-th each
+``residual.r.i``    the mean        what rank ``r`` has not yet sent
+``mask``            the same        of the coming step; made anew where blocks differ
+=================== =============== ====================================================================================
+
+Tensors of a parameter are flat, in its memory order, and whole also where several ranks hold a replica together (FSDP2
+inside a node): then ``r`` counts replicas, and each place in the node has a mask of its own, ``mask.s``. In a file the
+state is also AdamW's: its ``state`` holds ``exp_avg``, ``exp_avg_sq`` and ``step`` of each parameter, which share their
+memory with the tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_scape.checkpoint.saver import whole_state as whole_of
+from lightning_scape.checkpoint.shards import Chunk, OwnState, Part, SavedState, of_blocks
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import before_load
+from lightning_scape.core.tensors import flatten_like
+from lightning_scape.scape.config import ScapeConfig, usual_wire
+from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
+
+if TYPE_CHECKING:
+    from lightning_scape.scape.step import Engine
+
+METHOD = "scape"
+_SAME_MODEL = "Load it into the same model, with the same parameter groups."
+_SILENT = ("max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward")
+"""Options whose change does not change the training."""
+
+
+def _shard(state: ScapeState) -> dict[str, Tensor]:
+    """The shard's tensors ``[R, B]``, by name."""
+    return {name: tensor for name in SHARD_TENSORS if (tensor := getattr(state, name)) is not None}
+
+
+def _owned(engine: Engine, name: str, shard: Tensor) -> dict[str, Chunk]:
+    return of_blocks(name, engine.parameters, engine.layout, shard, engine.layout.local(engine.comm.rank).pieces)
+
+
+def _residual(engine: Engine, name: str, state: ScapeState) -> dict[str, Chunk]:
+    return of_blocks(name, engine.parameters, engine.layout, state.residual, engine.layout.everything().pieces)
+
+
+def _mask_key(engine: Engine) -> str:
+    return "mask" if engine.node.world_size == 1 else f"mask.{engine.node.rank}"
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> OwnState:
+    """This rank's part of the state: views, nothing is copied or sent.
+
+    Args:
+        engine: with nothing under way.
+        state: its own, or a fresh one.
+        shown: ``param_groups``, and what the user's hooks add to a state dict.
+    """
+    parameters, layout, masks, rank = engine.parameters, engine.layout, engine.masks, engine.comm.rank
+    shard = _shard(state)
+    chunks = {key: chunk for name, tensor in shard.items() for key, chunk in _owned(engine, name, tensor).items()}
+    chunks |= _residual(engine, f"residual.{rank}", state)
+    if masks.active is not None and rank == 0:  # all have the same
+        chunks[_mask_key(engine)] = Chunk.whole(masks.active[: layout.used_blocks])
+    known = list(zip(parameters.indices, parameters.tensors, strict=True))
+    missed = [0] * len(known) if state.missed is None else state.missed.tolist()
+    facts = {
+        "method": METHOD,
+        "config": engine.config.as_dict(),
+        "ranks": layout.world_size,
+        "shards": engine.node.world_size,
+        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
+        "shapes": {index: list(parameter.shape) for index, parameter in known},
+        "strides": {index: list(parameter.stride()) for index, parameter in known},
+        "tensors": [*shard, *(["mask"] if masks.active is not None else [])],
+        "step": int(state.step),
+        "missed": dict(zip(parameters.indices, missed, strict=True)),
+        "calls": state.calls,
+        "warmup_steps": masks.schedule.warmup_steps,
+        "block_size": layout.block_size,
+        "skipped": [engine.clipping.skipped_in_row, engine.clipping.skipped_total],
+    }
+    return OwnState(shown, facts, Part({}, chunks))
+
+
+def whole_state(saved: SavedState) -> dict[str, Any]:
+    """A whole state, in host memory, as a file has it."""
+    facts, tensors = saved.facts, saved.tensors()
+
+    def shaped(name: str, index: int) -> Tensor:
+        return tensors[f"{name}.{index}"].as_strided(facts["shapes"][index], facts["strides"][index])
+
+    state = {}
+    for index in facts["shapes"]:
+        first, missed = shaped("exp_avg", index), facts["missed"][index]
+        # AdamS's denominator has the square of the first moment, and AdamW goes on from it.
+        second = shaped("exp_avg_sq", index) if "exp_avg_sq" in facts["tensors"] else first.square()
+        step = torch.tensor(float(facts["step"] - missed), dtype=torch.float32, device="cpu")
+        state[index] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+    return saved.as_whole(state, tensors)
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A saved state that has been read into fresh buffers. Nothing else has been changed yet."""
+
+    param_groups: Sequence[Mapping[str, Any]]
+    """As saved; their options hold from now on."""
+    config: ScapeConfig
+    schedule: SparsitySchedule
+    notes: Sequence[str]
+    """Warnings for the user."""
+    mask: Tensor | None = None
+    skipped: tuple[int, int] | None = None
+    """Skipped steps, those in a row and in all; None leaves the counters."""
+
+    def take_up(self, engine: Engine) -> None:
+        """Gives the warnings, then sets masks, schedule and counters. The second part cannot fail."""
+        for note in self.notes:
+            warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
+        engine.masks.restore(self.mask)
+        engine.masks.schedule, clipping = self.schedule, engine.clipping
+        if self.skipped is not None:
+            clipping.skipped_in_row, clipping.skipped_total = self.skipped
+            clipping.last_skipped = clipping.skipped_in_row > 0
+
+
+def load(
+    engine: Engine, state: ScapeState, given: Any, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> Loaded:
+    """Fills fresh buffers with this rank's part of a saved state.
+
+    Args:
+        engine: is not changed.
+        state: the buffers.
+        given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`SavedState`.
+        optimizer: whose hooks see the state before.
+        groups: the optimizer's parameter groups.
+
+    Returns:
+        The rest. Take it up when all ranks have read their parts.
+
+    Raises:
+        ValueError: the state is not of this model, or is damaged.
+        OSError: a file cannot be read.
+    """
+    if isinstance(given, SavedState) and given.facts["method"] != METHOD:
+        given = whole_of(given)
+    if isinstance(given, SavedState):
+        given.update(before_load(optimizer, {**given, "state": optimizer.state}))
+    elif isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys():
+        given = before_load(optimizer, dict(given))
+    else:
+        raise ValueError(
+            "An optimizer state must have `state` and `param_groups`, got"
+            f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. {_SAME_MODEL}"
+        )
+    if not isinstance(given, SavedState):
+        if METHOD not in given:
+            return _load_dense(engine, state, _by_number(given, engine.parameters), groups)
+        given = SavedState.of_whole(given, METHOD)
+    return _load(engine, state, given, groups)
+
+
+def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence[Mapping[str, Any]]) -> Loaded:
+    facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
+    _check_groups(saved["param_groups"], groups)
+    notes = [*_check_parameters(facts, parameters), *_frozen_since(facts["shapes"], parameters)]
+    frozen_alike = facts["shapes"].keys() == set(parameters.indices)
+    if config.wire_dtype is None and facts["config"].get("wire_dtype") is not None:
+        config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire
+        notes += _unusual_wire(engine.config, config)
+    new = {index: facts["step"] for index in parameters.indices if index not in facts["shapes"]}
+    set_steps(engine, state, facts["step"], {**facts["missed"], **new})
+    state.calls = facts["calls"]
+    _make_buffers(facts["tensors"], state, parameters, config)
+    known = {str(index) for index in facts["shapes"]}
+
+    def old(chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+        return {key: chunk for key, chunk in chunks.items() if key.rpartition(".")[2] in known}
+
+    for name, tensor in _shard(state).items():
+        if name in facts["tensors"]:
+            for key, chunk in old(_owned(engine, name, tensor)).items():
+                saved.read(key, chunk)
+    rank, ranks = engine.comm.rank, layout.world_size
+    saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
+    if facts["ranks"] != ranks:
+        notes.append(
+            f"The checkpoint was written by {facts['ranks']} ranks, this run has {ranks}: moments and steps carry over"
+            " exactly; each rank starts from the mean of the saved residuals."
+        )
+    mask = None
+    if "mask" in facts["tensors"] and frozen_alike:
+        mask, dropped = _read_mask(engine, saved)
+        notes += dropped
+    schedule = engine.masks.schedule
+    if config.sparsity_warmup_steps is None and facts["config"].get("sparsity"):  # a default one goes on as it began
+        schedule = replace(schedule, warmup_steps=0 if config.dense else facts["warmup_steps"])
+    notes += _differences(config, facts["config"])
+    in_row, total = facts["skipped"]
+    return Loaded(saved["param_groups"], config, schedule, notes, mask, (in_row, total))
+
+
+def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameters, config: ScapeConfig) -> None:
+    """Makes the buffers that the saved state needs and that are made late."""
+    if "master" in names and parameters.need_masters:
+        state.master = torch.zeros_like(state.exp_avg)
+    # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
+    if "change_error" in names and (config.wire_bits is not None or parameters.need_masters):
+        state.change_error = torch.zeros_like(state.exp_avg)
+    if state.exp_avg_sq is not None and "exp_avg_sq" not in names:
+        raise ValueError(
+            'With update="adamw" a state must hold second moments, got one of update="adams", which has none. Go on'
+            ' with update="adams", or load the model alone.'
+        )
+
+
+def _read_mask(engine: Engine, saved: SavedState) -> tuple[Tensor | None, list[str]]:
+    """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
+    layout, facts = engine.layout, saved.facts
+    if facts["shards"] == engine.node.world_size and facts["block_size"] == layout.block_size:
+        mask = saved.whole(_mask_key(engine))
+        if len(mask) == layout.used_blocks:
+            positions = torch.arange(mask.shape[1], dtype=torch.int64, device="cpu").to(mask.dtype)
+            filler = positions.expand(layout.blocks - layout.used_blocks, -1)
+            return torch.cat([mask, filler]).to(engine.parameters.device), []
+    return None, [
+        f"The checkpoint's masks are for blocks of {facts['block_size']} entries over {facts['shards']} ranks of a"
+        f" node, this run's are {layout.block_size} over {engine.node.world_size}: the first step makes its mask anew."
+        " All else carries over."
+    ]
+
+
+def _load_dense(
+    engine: Engine, state: ScapeState, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> Loaded:
+    """Moments and steps of an AdamW, Adam or AdamS. Residuals start at zero."""
+    parameters, entries = engine.parameters, {index: entry for index, entry in given["state"].items() if entry}
+    _check_groups(given["param_groups"], groups)
+    names = ["exp_avg", "exp_avg_sq"] if state.exp_avg_sq is not None else ["exp_avg"]
+    flats: dict[str, Tensor] = {}
+    steps = dict.fromkeys(parameters.indices, 0)
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        for each in names if index in entries else ():  # torch leaves out those that never had a gradient
+            moment = entries[index].get(each)
+            got = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
+            if got != tuple(parameter.shape):
+                raise ValueError(
+                    f"The state must hold {each} of {name!r} with shape {tuple(parameter.shape)}, got {got}. Load a"
+                    " state of AdamW or Adam over the same model."
+                )
+            flats[f"{each}.{index}"] = flatten_like(moment, parameter)
+            steps[index] = int(entries[index].get("step") or 0)
+    step = max(steps.values(), default=0)
+    set_steps(engine, state, step, {index: step - own for index, own in steps.items()})
+    for each in names:
+        for key, chunk in _owned(engine, each, getattr(state, each)).items():
+            if key in flats:
+                chunk.tensor.copy_(flats[key][chunk.offset : chunk.end])
+    moments = "first and second moments" if len(names) > 1 else "first moments"
+    note = f"The checkpoint was not written by SCAPE: {moments} and step ({step}) carry over; residuals start at zero."
+    return Loaded(given["param_groups"], engine.config, engine.masks.schedule, [note])
+
+
+def set_steps(engine: Engine, state: ScapeState, step: int, missed: Mapping[int, int]) -> None:
+    """Sets step and missed steps, and the last step of the rank's entries to their parameter's own step."""
+    indices = engine.parameters.indices
+    state.step.fill_(step)
+    state.last_step.fill_(step)  # right for pads
+    for piece in engine.layout.local(engine.comm.rank).pieces:
+        entries = piece.of_blocks(engine.layout.block_size)
+        state.last_step.view(-1)[entries] -= missed.get(indices[piece.segment.index], 0)
+    counts = [missed.get(index, 0) for index in indices]
+    if any(counts):
+        state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(state.step.device)
+
+
+def _by_number(given: Mapping[str, Any], parameters: Parameters) -> Mapping[str, Any]:
+    """A dense state by parameters' numbers, also where it was saved by their names, as FSDP's whole states are."""
+    numbers = dict(zip(parameters.names, parameters.indices, strict=True))
+    if not any(isinstance(key, str) for key in given["state"]):
+        return given
+    groups = [
+        {**group, "params": [numbers.get(key, key) for key in group["params"]]} for group in given["param_groups"]
+    ]
+    state = {numbers.get(key, key): entry for key, entry in given["state"].items()}
+    return {**given, "state": state, "param_groups": groups}
+
+
+# ------------------------------------------------------------------------------------------------ checks, and words
+
+
+def _check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if theirs != mine:
+        raise ValueError(f"The state must have parameter groups of {mine} parameters, got {theirs}. {_SAME_MODEL}")
+
+
+def _check_parameters(facts: Mapping[str, Any], parameters: Parameters) -> list[str]:
+    """Raises ValueError unless a state is of this model. Returns warnings."""
+    places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
+    renamed = []
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index not in facts["shapes"]:  # it was frozen
+            continue
+        for what, now in (("shapes", tuple(parameter.shape)), ("strides", parameter.stride())):
+            if (then := tuple(facts[what][index])) != now and parameter.numel():
+                raise ValueError(f"The state's {what} must be {now} for {name!r}, got {then}. {_SAME_MODEL}")
+        theirs = _plain(facts["names"][index])
+        if theirs == _plain(name) or "parameter " in name or "parameter " in theirs:
+            continue
+        if theirs in places:
+            raise ValueError(
+                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
+                " there. Build the optimizer over the parameters in the same order."
+            )
+        renamed.append(f"{theirs!r} (now {name!r})")
+    if not renamed:
+        return []
+    return [
+        f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree, and"
+        " they are taken by position."
+    ]
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _frozen_since(saved: Mapping[int, Any], parameters: Parameters) -> list[str]:
+    new = [name for index, name in zip(parameters.indices, parameters.names, strict=True) if index not in saved]
+    gone = saved.keys() - set(parameters.indices)
+    begin = f" {len(new)} that were frozen begin anew, the first {new[0]!r};" if new else ""
+    end = f" {len(gone)} that are frozen now lose their state, the first number {min(gone)};" if gone else ""
+    if not new and not gone:
+        return []
+    return [f"The checkpoint was trained with other parameters frozen:{begin}{end} all else carries over."]
+
+
+def _unusual_wire(before: ScapeConfig, now: ScapeConfig) -> list[str]:
+    if now.wire_dtype == before.wire:
+        return []
+    return [
+        f"The checkpoint was written with wire_dtype={now.wire_dtype!r}, and training goes on with it, for none is"
+        f" chosen now. New runs take {before.wire!r}: set wire_dtype={before.wire!r} to switch."
+    ]
+
+
+def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
+    """A warning that names changed options, where they change the training."""
+    mine = {**config.as_dict(), "wire_dtype": config.wire}
+    theirs = {**saved, "wire_dtype": saved.get("wire_dtype") or usual_wire(saved["sparsity"])}
+    silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
+    differ = [
+        f"{name}={theirs.get(name)!r} (now {value!r})"
+        for name, value in mine.items()
+        if name not in silent and theirs.get(name) != value
+    ]
+    if not differ:
+        return []
+    return [f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now."]

@@ -1,0 +1,395 @@
+"""The state of SparseLoCo: N ranks save it, any number of ranks loads it. Inside a window ranks differ.
+
+======================= =============== ================================================================================
+key                     on other ranks  what it is
+======================= =============== ================================================================================
+``start.i``             the same        where all ranks set out from
+``owner_error.i``       the same        what owners have averaged and not yet sent back, of which each has an N-th
+``error.r.i``           the mean        error feedback
+``parameters.r.i``      the mean        where the rank's inner steps have led
+``launched.r.i``        the mean        likewise, when the exchange under way began; not there where none is
+``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state; its other values are facts of the rank
+======================= =============== ================================================================================
+
+Tensors of a parameter are flat, in its memory order, but for the inner optimizer's. Where several ranks hold a replica
+together (``fully_shard``), ``r`` counts replicas, and each rank has rows. In a file ``state`` and ``param_groups`` are
+the inner optimizer's of rank 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_scape.checkpoint.saver import whole_state as whole_of
+from lightning_scape.checkpoint.shards import Chunk, OwnState, Part, SavedState, of_blocks, of_flats
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core import local_shards
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.numbers import with_plain_numbers
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.state import LocoState
+
+METHOD = "sparseloco"
+
+
+@dataclass(frozen=True)
+class Live:
+    """The objects that make up the state."""
+
+    config: SparseLoCoConfig
+    layout: Layout
+    parameters: Parameters
+    communicator: Communicator
+    node: Communicator
+    """The ranks of a node that hold a replica together."""
+    optimizer: torch.optim.Optimizer
+    state: LocoState
+    progress: Mapping[str, Any]
+    dropped: tuple[int, int]
+
+    @property
+    def ranks(self) -> int:
+        """Replicas."""
+        return self.communicator.world_size
+
+    @property
+    def owns(self) -> bool:
+        """Whether ranks own shards: messages are not gathered."""
+        return len(self.state.owner_error) > 0
+
+    def blocks(self, name: str, blocks: Tensor) -> dict[str, Chunk]:
+        """All entries of a tensor of blocks, by parameter."""
+        return of_blocks(name, self.parameters, self.layout, blocks, self.layout.everything().pieces)
+
+    def owned(self, name: str, shard: Tensor) -> dict[str, Chunk]:
+        """The same of this rank's shard."""
+        pieces = self.layout.local(self.communicator.rank).pieces
+        return of_blocks(name, self.parameters, self.layout, shard, pieces)
+
+
+class InnerLoads:
+    """Loads of the inner optimizer: a state that was collected from all ranks goes back to all of them.
+
+    Fabric's ``optimizer.state_dict()`` gives such a state on rank 0, and an empty one on the others.
+
+    Args:
+        optimizer: the inner optimizer.
+        load: takes up a whole state, on every rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, load: Callable[[Mapping[str, Any]], None]) -> None:
+        self._optimizer, self._load, self._own = optimizer, load, False
+        self._taken: dict[str, Any] | None = None
+        # Before the user's hooks, which see an inner state, once.
+        self.handle = optimizer.register_load_state_dict_pre_hook(self._before, prepend=True)
+
+    def load(self, inner: dict[str, Any]) -> None:
+        """Loads an inner state, or leaves that to the load of the optimizer that this one is part of."""
+        if self._own:
+            self._taken = inner
+            return
+        self._own = True
+        try:
+            self._optimizer.load_state_dict(inner)
+        finally:
+            self._own = False
+
+    def _before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._own or (state_dict and METHOD not in state_dict):
+            return None
+        self._own = True
+        try:
+            self._load(state_dict)
+        finally:
+            self._own = False
+        taken, self._taken = self._taken, None
+        return taken
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def own_state(live: Live) -> OwnState:
+    """This rank's part of the state: views."""
+    state, parameters, rank = live.state, live.parameters, live.communicator.rank
+    inner, chunks = _taken_apart(live.optimizer, f"inner.{rank}")
+    if rank == 0:  # all have the same
+        chunks |= live.blocks("start", state.start)
+    if live.owns:
+        chunks |= live.owned("owner_error", state.owner_error)
+    chunks |= live.blocks(f"error.{rank}", state.error)
+    chunks |= of_flats(f"parameters.{rank}", parameters, parameters.flat)
+    if state.launched is not None:
+        chunks |= of_flats(f"launched.{rank}", parameters, state.launched)
+    facts = {
+        "method": METHOD,
+        "config": live.config.as_dict(),
+        "ranks": live.ranks,
+        "shards": live.node.world_size,
+        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
+        "shapes": {i: list(p.shape) for i, p in zip(parameters.indices, parameters.tensors, strict=True)},
+        "owns": live.owns,
+        "launched": state.launched is not None,
+        "optimizer": type(live.optimizer).__name__,
+        "step": live.progress["steps"],
+        "progress": dict(live.progress),
+        "dropped": list(live.dropped),
+    }
+    shown = {"param_groups": inner["param_groups"]}
+    return OwnState(shown, facts, Part(inner, chunks))
+
+
+def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Chunk]]:
+    """An optimizer's state dict with its tensors apart: ``tensors`` names them, by parameter. Small ones stay."""
+    saved = optimizer.state_dict()
+    state: dict[Any, Any] = {}
+    tensors: dict[Any, list[str]] = {}
+    chunks = {}
+    for index, entry in saved.pop("state").items():
+        if not isinstance(entry, Mapping):  # what an optimizer keeps beside the parameters' states, such as a count
+            state[index] = entry
+            continue
+        apart = [key for key, value in entry.items() if isinstance(value, Tensor) and value.dim()]
+        state[index], tensors[index] = {key: value for key, value in entry.items() if key not in apart}, apart
+        for key in apart:
+            value = entry[key]
+            chunks[f"{name}.{index}.{key}"] = Chunk(
+                local_shards.local(value), local_shards.first_row(value), len(value)
+            )
+    return {**with_plain_numbers(saved), "state": state, "tensors": tensors}, chunks
+
+
+def whole_state(saved: SavedState) -> dict[str, Any]:
+    """A whole state, in host memory, as a file has it."""
+    tensors = saved.tensors()
+    inner = _put_together(saved.own(0), lambda index, name: tensors[f"inner.0.{index}.{name}"])
+    return {**inner, **saved.as_whole(inner["state"], tensors)}
+
+
+def _put_together(own: Mapping[str, Any], tensor: Callable[[Any, str], Tensor]) -> dict[str, Any]:
+    """The reverse of :func:`_taken_apart`."""
+    state = {
+        index: {**entry, **{name: tensor(index, name) for name in own["tensors"].get(index, ())}}
+        if isinstance(entry, Mapping)
+        else entry
+        for index, entry in own["state"].items()
+    }
+    return {**{name: value for name, value in own.items() if name != "tensors"}, "state": state}
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A saved state that has been read. Nothing has been changed yet."""
+
+    inner: dict[str, Any]
+    """State dict of the inner optimizer."""
+    state: LocoState | None = None
+    """None: a window begins at the next step."""
+    parameters: Sequence[Tensor] | None = None
+    """This rank's, flat. None: they stay."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[int, int] = (0, 0)
+    notes: Sequence[str] = ()
+    """Warnings for the user."""
+
+    def warn(self) -> None:
+        """Gives the warnings."""
+        for note in self.notes:
+            warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+
+
+def load(live: Live, given: Any) -> Loaded:
+    """Fills the buffers of ``live`` with this rank's part of a saved state.
+
+    Args:
+        live: its buffers are freshly allocated; only they are changed.
+        given: a whole state of SparseLoCo, of another method, or of the inner optimizer; or a :class:`SavedState`.
+
+    Raises:
+        ValueError: the state is not of this model, is damaged, or does not fit the inner optimizer.
+        OSError: a file cannot be read.
+    """
+    if isinstance(given, SavedState) and given.facts["method"] != METHOD:
+        given = whole_of(given)
+    if not isinstance(given, SavedState):
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+            got = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+            raise ValueError(
+                "The state must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got"
+                f" {got}. Load the model alone, or another checkpoint."
+            )
+        if METHOD not in given:
+            return _load_inner(live, given)
+        given = SavedState.of_whole(given, METHOD)
+    saved, facts, state, ranks = given, given.facts, live.state, live.ranks
+    _check(facts, live)
+    _check_groups(saved["param_groups"], live.optimizer)
+    rank, before = live.communicator.rank, facts["ranks"]
+    for key, chunk in live.blocks("start", state.start).items():
+        saved.read(key, chunk)
+    saved.read_of_ranks("error", live.blocks("error", state.error), rank, ranks)
+    if facts["owns"]:
+        _carry_owed(live, saved)
+
+    def flats(name: str) -> list[Tensor]:
+        each = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in live.parameters.local]
+        saved.read_of_ranks(name, of_flats(name, live.parameters, each), rank, ranks)
+        return [flat.to(parameter.dtype) for flat, parameter in zip(each, live.parameters.local, strict=True)]
+
+    if facts["launched"]:
+        state.launched = flats("launched")
+    notes = []
+    if before != ranks:
+        notes.append(
+            f"The checkpoint was written by {before} ranks, this run has {ranks}: starting point and owners' errors"
+            " carry over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
+            f" optimizer's state of rank {rank % before}."
+        )
+    notes += _differences(live.config.as_dict(), facts["config"])
+    in_row, total = facts["dropped"]
+    return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], (in_row, total), notes)
+
+
+def _carry_owed(live: Live, saved: SavedState) -> None:
+    """Takes up what the owners owe."""
+    state = live.state
+    if live.owns:
+        for key, chunk in live.owned("owner_error", state.owner_error).items():
+            saved.read(key, chunk)
+        return
+    owed = torch.zeros_like(state.start)
+    for key, chunk in live.blocks("owner_error", owed).items():
+        saved.read(key, chunk)
+    state.error += owed  # nobody owns: it joins every rank's error, and so their mean
+
+
+def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
+    """The inner optimizer's state, as it takes it: tensors of a sharded parameter become DTensors like it."""
+    facts = saved.facts
+    replica = live.communicator.rank % facts["ranks"]
+    same_node = facts["shards"] == live.node.world_size
+    own = saved.own(replica * facts["shards"] + (live.node.rank if same_node else 0))
+    given = dict(enumerate(p for group in live.optimizer.param_groups for p in group["params"]))
+
+    def tensor(index: Any, name: str) -> Tensor:
+        key, parameter = f"inner.{replica}.{index}.{name}", given.get(index)
+        first = next(saved.pieces(key), None)
+        if first is None or not isinstance(parameter, DTensor) or first.length != len(parameter):
+            return saved.whole(key)
+        here, rest = local_shards.local(parameter), first.tensor.shape[1:]
+        rows = torch.empty(len(here), *rest, dtype=first.tensor.dtype, device=here.device)
+        saved.read(key, Chunk(rows, local_shards.first_row(parameter), first.length))
+        return _like(parameter, rows) if rest == parameter.shape[1:] else rows
+
+    inner = _put_together(own, tensor)
+    return {**inner, "param_groups": _edited(own["param_groups"], saved.own(0)["param_groups"], saved["param_groups"])}
+
+
+def _like(parameter: DTensor, rows: Tensor) -> Tensor:
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    found: Tensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+    return found
+
+
+def _cut(parameter: Any, value: Any) -> Any:
+    """A whole tensor of a sharded parameter as a DTensor like it; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    here, first = local_shards.local(parameter), local_shards.first_row(parameter)
+    return _like(parameter, value[first : first + len(here)].to(here.device, copy=True))
+
+
+def _edited(
+    mine: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """This rank's parameter groups with what a hook has changed in rank 0's: a group may hold numbers of the rank."""
+    return [
+        {**own, **{name: value for name, value in after.items() if name not in first or first[name] != value}}
+        for own, first, after in zip(mine, before, now, strict=True)
+    ]
+
+
+def _load_inner(live: Live, given: Mapping[str, Any]) -> Loaded:
+    """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
+    _check_groups(given["param_groups"], live.optimizer)
+    counts = [entry["step"] for entry in given["state"].values() if isinstance(entry, Mapping) and "step" in entry]
+    steps = max((int(count) for count in counts), default=0)
+    if "scape" in given and not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        raise ValueError(
+            "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
+            f" {type(live.optimizer).__name__}. Wrap AdamW, or load the model alone."
+        )
+    parameters = dict(enumerate(p for group in live.optimizer.param_groups for p in group["params"]))
+    state = {
+        index: {name: _cut(parameters.get(index), value) for name, value in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
+        for index, entry in given["state"].items()
+    }
+    inner = {**{name: value for name, value in given.items() if name != "scape"}, "state": state}
+    note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
+    return Loaded(inner, progress={"steps": steps}, notes=[note])
+
+
+# ------------------------------------------------------------------------------------------------ checks, and words
+
+
+def _check(facts: Mapping[str, Any], live: Live) -> None:
+    """Raises ValueError unless the state is of this model and this kind of optimizer."""
+    parameters, same = live.parameters, "Build the model and its optimizer as they were when it was saved."
+    shapes = dict(zip(parameters.indices, ([*p.shape] for p in parameters.tensors), strict=True))
+    names = dict(zip(parameters.indices, parameters.names, strict=True))
+    if facts["shapes"].keys() != shapes.keys():
+        raise ValueError(
+            f"The state must be of the parameters that are trained now, {len(shapes)}, got one of"
+            f" {len(facts['shapes'])}: others were frozen. {same}"
+        )
+    for index, shape in shapes.items():
+        if facts["shapes"][index] != shape:
+            raise ValueError(
+                f"The state must be of this model, got shape {tuple(facts['shapes'][index])} for {names[index]!r},"
+                f" which has {tuple(shape)}. {same}"
+            )
+    if set(facts["names"].values()) == set(names.values()):  # else they are another host's, or a wrapper's
+        for place, (index, ours) in enumerate(names.items()):
+            if (theirs := facts["names"][index]) != ours:
+                raise ValueError(
+                    f"The state must be of this model, got {theirs!r} in place {place}, where the optimizer has"
+                    f" {ours!r}. {same}"
+                )
+    if facts["optimizer"] != (kind := type(live.optimizer).__name__):
+        raise ValueError(
+            f"The state must be of the inner optimizer, got one of {facts['optimizer']}, and SparseLoCo wraps {kind}."
+            f" {same}"
+        )
+
+
+def _check_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, optimizer.param_groups))
+    if theirs != mine:
+        raise ValueError(
+            f"The state must be of this model, got groups of {theirs} parameters, and the optimizer's have {mine}. Give"
+            " it the parameters, frozen ones included, that it had when it was saved."
+        )
+
+
+def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    changed = [
+        f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
+        for name, value in mine.items()
+        if name not in OF_THE_MESH and value != saved.get(name)
+    ]
+    if not changed:
+        return []
+    return [f"Options differ from the checkpoint's, and those given now hold: {', '.join(changed)}."]
