@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -26,6 +27,7 @@ from lightning_scape import (
     ScapeStrategy,
     SparseLoCoStrategy,
 )
+from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.saver import consolidate, verify
 
 RunRanks = Callable[..., list[Any]]
@@ -319,6 +321,36 @@ def test_emptied_optimizer_states_keep_the_weights_and_begin_the_optimizer_anew(
     run_ranks(begin_the_optimizer_anew, 2, str(tmp_path))
 
 
+class EditsGroups(Regression):
+    """Another weight decay is saved, and another learning rate is loaded, than the run had."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (state,) = checkpoint["optimizer_states"]
+        for group in state["param_groups"]:
+            group["weight_decay"] = 0.03
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (state,) = checkpoint["optimizer_states"]
+        for group in state["param_groups"]:
+            assert (group["lr"], group["weight_decay"]) == (1e-2, 0.03)
+            group["lr"] = 3e-3
+
+
+def edit_groups(rank: int, world_size: int, folder: str) -> None:
+    for method in METHODS:
+        for kind in KINDS:
+            path = f"{folder}/{method}-{kind}.ckpt"
+            fit(method, kind, EditsGroups()).save_checkpoint(path)
+            trainer = fit(method, kind, EditsGroups(), path, max_epochs=2)  # which fails where ranks differ
+            assert trainer.global_step == 12
+            (group,) = trainer.optimizers[0].param_groups
+            assert (group["lr"], group["weight_decay"]) == (3e-3, 0.03), (method, kind)
+
+
+def test_hooks_change_parameter_groups_in_what_is_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(edit_groups, 2, str(tmp_path))
+
+
 def evaluate_what_was_saved(rank: int, world_size: int, folder: str) -> None:
     """By validate, and by the class, with weights alone or all; and a callback's own kind of writing."""
     module = Regression()
@@ -433,7 +465,12 @@ def another_order_and_nothing_else(rank: int, world_size: int, folder: str) -> N
             for parameter in net.parameters():
                 nn.init.zeros_(parameter)
             state = {"optimizer": optimizer, "model": model, "step": 0}
-            fabric.load(path, state)
+            with mock.patch.object(files, "read", wraps=files.read) as read:
+                fabric.load(path, state)
+            opened = {Path(call.args[0]).name for call in read.call_args_list}
+            others = {"meta.pt", "rank-0.pt", f"rank-{rank}.pt"}  # what all have alike is rank 0's
+            assert opened == (others if kind == "sharded" else {Path(path).name})
+            assert path not in Path("/proc/self/maps").read_text()  # of what was mapped, nothing is left
             assert state["step"] == 1
             assert torch.equal(weights(net), held)
             rest = fabric.load(f"{path}-alone", {"model": model})

@@ -241,6 +241,13 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], A
     assert same(job.held(), before)
 
 
+def test_plain_torch_reads_a_directorys_model_from_one_file(tmp_path: Path) -> None:
+    job = Job("scape", "sharded")
+    job.save(tmp_path / "c.ckpt")
+    rest = torch.load(tmp_path / "c.ckpt" / "meta.pt", weights_only=True)["rest"]
+    assert same(dict(rest["model"]), dict(job.net.state_dict()))
+
+
 def test_plain_torch_reads_a_file(tmp_path: Path) -> None:
     job = Job("scape", "full")
     job.save(tmp_path / "c.ckpt")

@@ -396,13 +396,13 @@ class Directory:
 
         def state(where: Where, shown: Mapping[str, Any], facts: Mapping[str, Any]) -> SavedState:
             parts = [functools.partial(self._part, where, number) for number in self._order]
-            return SavedState(shown, facts, parts, lambda number: self._part(where, number).own)
+            return SavedState(shown, facts, parts, lambda number: deepcopy(self._part(where, number).own))
 
         return {where: state(where, *told) for where, told in self._meta["facts"].items()}
 
     def rng(self) -> list[Any]:
         """Each rank's generators."""
-        return [self._open(number)["rng"] for number in range(self._meta["ranks"])]
+        return [deepcopy(self._open(number)["rng"]) for number in range(self._meta["ranks"])]
 
     def own_rng(self, rank: int, world_size: int) -> Any:
         """A rank's generators; None if the number of ranks has changed, or no optimizer was saved."""
