@@ -25,7 +25,7 @@ import torch
 
 META = "meta.pt"
 """In a directory that is a complete checkpoint: all but the ranks' parts. Written last."""
-_END = re.compile(r"[0-9a-f]{16}\.(partial|previous)")
+_END = re.compile(r"\.[0-9a-f]{16}\.(partial|previous)")
 _TURNS = 1000
 _LONG_AGO = 24 * 3600.0
 """Seconds, after which a temporary is left behind where the file system has no locks."""
@@ -222,20 +222,17 @@ def _is_dead(entry: Path) -> bool:
 
 
 def _temporaries(path: Path) -> list[Path]:
-    start = f".{_stem(path)}."
+    start = f".{_stem(path)}"
     return [
-        each
-        for each in path.parent.iterdir()
-        if each.name.startswith(start) and _END.fullmatch(each.name.removeprefix(start))
+        each for each in path.parent.iterdir() if each.name.startswith(start) and _END.fullmatch(each.name, len(start))
     ]
 
 
 def finished_temporaries(folder: Path, pattern: str) -> Iterator[Path]:
     """Complete directories that a killed save has not put into their places, or has moved out of theirs."""
-    for kind in ("partial", "previous"):
-        for each in folder.glob(f".{_stem(Path(pattern))}.*.{kind}"):
-            if _END.fullmatch(each.name[-len("0123456789abcdef.") - len(kind) :]) and (each / META).exists():
-                yield each
+    for each in folder.glob(f".{_stem(Path(pattern))}.*.p*"):
+        if _END.search(each.name) and (each / META).exists():
+            yield each
 
 
 def _check_replaceable(path: Path) -> None:
@@ -305,8 +302,9 @@ def check_ends(path: Path) -> list[zipfile.ZipInfo]:
         raise _damage(path, error) from error
     if not records or min(each.header_offset for each in records):  # the end of an archive inside it
         raise _damage(path, "its end is missing")
-    if any(each.compress_type for each in records):  # torch compresses none, and reads none well
-        raise _damage(path, "a record is compressed")
+    # Torch compresses none, and reads none well. Of one that says it is a folder it reads nothing, without an error.
+    if any(each.compress_type or each.external_attr or each.is_dir() for each in records):
+        raise _damage(path, "a record is compressed, or a folder")
     return records
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +86,91 @@ def of_flats(name: str, parameters: Parameters, flats: Sequence[Tensor]) -> dict
         f"{name}.{index}": Chunk(flat, parameters.first_entry(place), whole.numel())
         for place, (index, flat, whole) in enumerate(zip(parameters.indices, flats, parameters.tensors, strict=True))
     }
+
+
+# ------------------------------------------------------------------------------------------------ of which model
+
+
+def facts_of(parameters: Parameters) -> dict[str, Any]:
+    """What a state says of its parameters, by number."""
+    known = list(zip(parameters.indices, parameters.tensors, strict=True))
+    return {
+        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
+        "shapes": {index: list(parameter.shape) for index, parameter in known},
+        "strides": {index: list(parameter.stride()) for index, parameter in known},
+    }
+
+
+_SAME_MODEL = "Load it into the same model, with the same parameter groups."
+
+
+def check_model(
+    facts: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    parameters: Parameters,
+    groups: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Whether a state is of these parameters, some of which may have been frozen then.
+
+    Args:
+        facts: of the state.
+        saved: its parameter groups.
+        parameters: that are trained now.
+        groups: the optimizer's.
+
+    Returns:
+        Warnings for the user.
+
+    Raises:
+        ValueError: it is not; names the first difference.
+    """
+    check_groups(saved, groups)
+    places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
+    renamed = []
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index not in facts["shapes"]:
+            continue
+        for what, now in (("shapes", tuple(parameter.shape)), ("strides", parameter.stride())):
+            if (then := tuple(facts[what][index])) != now and parameter.numel():
+                raise ValueError(f"The state's {what} must be {now} for {name!r}, got {then}. {_SAME_MODEL}")
+        theirs = _plain(facts["names"][index])
+        if theirs == _plain(name) or "parameter " in name or "parameter " in theirs:
+            continue
+        if theirs in places:
+            raise ValueError(
+                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
+                " there. Build the optimizer over the parameters in the same order."
+            )
+        renamed.append(f"{theirs!r} (now {name!r})")
+    if not renamed:
+        return []
+    return [
+        f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree, and"
+        " they are taken by position."
+    ]
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``ValueError`` unless saved parameter groups are as long as the optimizer's."""
+    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if theirs != mine:
+        raise ValueError(f"The state must have parameter groups of {mine} parameters, got {theirs}. {_SAME_MODEL}")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: Collection[str]) -> list[str]:
+    """A warning that names those that are no longer what they were, but for ``silent`` ones."""
+    differ = [
+        f"{name}={saved.get(name)!r} (now {value!r})"
+        for name, value in mine.items()
+        if name not in silent and saved.get(name) != value
+    ]
+    if not differ:
+        return []
+    return [f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now."]
 
 
 # ------------------------------------------------------------------------------------------------ states

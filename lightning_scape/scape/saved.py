@@ -26,7 +26,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_scape.checkpoint.saver import whole_state as whole_of
-from lightning_scape.checkpoint.shards import Chunk, OwnState, Part, SavedState, of_blocks
+from lightning_scape.checkpoint.shards import (
+    Chunk,
+    OwnState,
+    Part,
+    SavedState,
+    changed_options,
+    check_groups,
+    check_model,
+    facts_of,
+    of_blocks,
+)
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import before_load
 from lightning_scape.core.tensors import flatten_like
@@ -38,7 +48,6 @@ if TYPE_CHECKING:
     from lightning_scape.scape.step import Engine
 
 METHOD = "scape"
-_SAME_MODEL = "Load it into the same model, with the same parameter groups."
 _SILENT = ("max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward")
 """Options whose change does not change the training."""
 
@@ -77,16 +86,13 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> Ow
     chunks |= _residual(engine, f"residual.{rank}", state)
     if masks.active is not None and rank == 0:  # all have the same
         chunks[_mask_key(engine)] = Chunk.whole(masks.active[: layout.used_blocks])
-    known = list(zip(parameters.indices, parameters.tensors, strict=True))
-    missed = [0] * len(known) if state.missed is None else state.missed.tolist()
+    missed = [0] * len(parameters.indices) if state.missed is None else state.missed.tolist()
     facts = {
         "method": METHOD,
         "config": engine.config.as_dict(),
         "ranks": layout.world_size,
         "shards": engine.node.world_size,
-        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
-        "shapes": {index: list(parameter.shape) for index, parameter in known},
-        "strides": {index: list(parameter.stride()) for index, parameter in known},
+        **facts_of(parameters),
         "tensors": [*shard, *(["mask"] if masks.active is not None else [])],
         "step": int(state.step),
         "missed": dict(zip(parameters.indices, missed, strict=True)),
@@ -171,7 +177,7 @@ def load(
     else:
         raise ValueError(
             "An optimizer state must have `state` and `param_groups`, got"
-            f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. {_SAME_MODEL}"
+            f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another state."
         )
     if not isinstance(given, SavedState):
         if METHOD not in given:
@@ -182,8 +188,8 @@ def load(
 
 def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
-    _check_groups(saved["param_groups"], groups)
-    notes = [*_check_parameters(facts, parameters), *_frozen_since(facts["shapes"], parameters)]
+    notes = check_model(facts, saved["param_groups"], parameters, groups)
+    notes += _frozen_since(facts["shapes"], parameters)
     frozen_alike = facts["shapes"].keys() == set(parameters.indices)
     if config.wire_dtype is None and facts["config"].get("wire_dtype") is not None:
         config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire
@@ -215,7 +221,12 @@ def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence
     schedule = engine.masks.schedule
     if config.sparsity_warmup_steps is None and facts["config"].get("sparsity"):  # a default one goes on as it began
         schedule = replace(schedule, warmup_steps=0 if config.dense else facts["warmup_steps"])
-    notes += _differences(config, facts["config"])
+    then = {
+        **facts["config"],
+        "wire_dtype": facts["config"].get("wire_dtype") or usual_wire(facts["config"]["sparsity"]),
+    }
+    silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
+    notes += changed_options({**config.as_dict(), "wire_dtype": config.wire}, then, silent)
     in_row, total = facts["skipped"]
     return Loaded(saved["param_groups"], config, schedule, notes, mask, (in_row, total))
 
@@ -255,7 +266,7 @@ def _load_dense(
 ) -> Loaded:
     """Moments and steps of an AdamW, Adam or AdamS. Residuals start at zero."""
     parameters, entries = engine.parameters, {index: entry for index, entry in given["state"].items() if entry}
-    _check_groups(given["param_groups"], groups)
+    check_groups(given["param_groups"], groups)
     names = ["exp_avg", "exp_avg_sq"] if state.exp_avg_sq is not None else ["exp_avg"]
     flats: dict[str, Tensor] = {}
     steps = dict.fromkeys(parameters.indices, 0)
@@ -309,43 +320,6 @@ def _by_number(given: Mapping[str, Any], parameters: Parameters) -> Mapping[str,
 # ------------------------------------------------------------------------------------------------ checks, and words
 
 
-def _check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if theirs != mine:
-        raise ValueError(f"The state must have parameter groups of {mine} parameters, got {theirs}. {_SAME_MODEL}")
-
-
-def _check_parameters(facts: Mapping[str, Any], parameters: Parameters) -> list[str]:
-    """Raises ValueError unless a state is of this model. Returns warnings."""
-    places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
-    renamed = []
-    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
-        if index not in facts["shapes"]:  # it was frozen
-            continue
-        for what, now in (("shapes", tuple(parameter.shape)), ("strides", parameter.stride())):
-            if (then := tuple(facts[what][index])) != now and parameter.numel():
-                raise ValueError(f"The state's {what} must be {now} for {name!r}, got {then}. {_SAME_MODEL}")
-        theirs = _plain(facts["names"][index])
-        if theirs == _plain(name) or "parameter " in name or "parameter " in theirs:
-            continue
-        if theirs in places:
-            raise ValueError(
-                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
-                " there. Build the optimizer over the parameters in the same order."
-            )
-        renamed.append(f"{theirs!r} (now {name!r})")
-    if not renamed:
-        return []
-    return [
-        f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree, and"
-        " they are taken by position."
-    ]
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
 def _frozen_since(saved: Mapping[int, Any], parameters: Parameters) -> list[str]:
     new = [name for index, name in zip(parameters.indices, parameters.names, strict=True) if index not in saved]
     gone = saved.keys() - set(parameters.indices)
@@ -363,18 +337,3 @@ def _unusual_wire(before: ScapeConfig, now: ScapeConfig) -> list[str]:
         f"The checkpoint was written with wire_dtype={now.wire_dtype!r}, and training goes on with it, for none is"
         f" chosen now. New runs take {before.wire!r}: set wire_dtype={before.wire!r} to switch."
     ]
-
-
-def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
-    """A warning that names changed options, where they change the training."""
-    mine = {**config.as_dict(), "wire_dtype": config.wire}
-    theirs = {**saved, "wire_dtype": saved.get("wire_dtype") or usual_wire(saved["sparsity"])}
-    silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
-    differ = [
-        f"{name}={theirs.get(name)!r} (now {value!r})"
-        for name, value in mine.items()
-        if name not in silent and theirs.get(name) != value
-    ]
-    if not differ:
-        return []
-    return [f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now."]

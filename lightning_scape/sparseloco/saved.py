@@ -28,7 +28,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_scape.checkpoint.saver import whole_state as whole_of
-from lightning_scape.checkpoint.shards import Chunk, OwnState, Part, SavedState, of_blocks, of_flats
+from lightning_scape.checkpoint.shards import (
+    Chunk,
+    OwnState,
+    Part,
+    SavedState,
+    changed_options,
+    check_groups,
+    check_model,
+    facts_of,
+    of_blocks,
+    of_flats,
+)
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core import local_shards
 from lightning_scape.core.layout import Layout
@@ -134,8 +145,7 @@ def own_state(live: Live) -> OwnState:
         "config": live.config.as_dict(),
         "ranks": live.ranks,
         "shards": live.node.world_size,
-        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
-        "shapes": {i: list(p.shape) for i, p in zip(parameters.indices, parameters.tensors, strict=True)},
+        **facts_of(parameters),
         "owns": live.owns,
         "launched": state.launched is not None,
         "optimizer": type(live.optimizer).__name__,
@@ -233,8 +243,7 @@ def load(live: Live, given: Any) -> Loaded:
             return _load_inner(live, given)
         given = SavedState.of_whole(given, METHOD)
     saved, facts, state, ranks = given, given.facts, live.state, live.ranks
-    _check(facts, live)
-    _check_groups(saved["param_groups"], live.optimizer)
+    notes = _check(live, saved)
     rank, before = live.communicator.rank, facts["ranks"]
     for key, chunk in live.blocks("start", state.start).items():
         saved.read(key, chunk)
@@ -249,16 +258,31 @@ def load(live: Live, given: Any) -> Loaded:
 
     if facts["launched"]:
         state.launched = flats("launched")
-    notes = []
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: starting point and owners' errors"
             " carry over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
             f" optimizer's state of rank {rank % before}."
         )
-    notes += _differences(live.config.as_dict(), facts["config"])
+    notes += changed_options(live.config.as_dict(), facts["config"], OF_THE_MESH)
     in_row, total = facts["dropped"]
     return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], (in_row, total), notes)
+
+
+def _check(live: Live, saved: SavedState) -> list[str]:
+    """Raises ValueError unless the state is of this model and this kind of optimizer. Returns warnings."""
+    facts, trained, kind = saved.facts, live.parameters.indices, type(live.optimizer).__name__
+    if facts["optimizer"] != kind:
+        raise ValueError(
+            f"The state must be of the inner optimizer, got one of {facts['optimizer']}, and SparseLoCo wraps {kind}."
+            " Wrap the optimizer that it was saved with, or load the model alone."
+        )
+    if [*facts["shapes"]] != trained:
+        raise ValueError(
+            f"The state must be of the {len(trained)} parameters that are trained now, got one of"
+            f" {len(facts['shapes'])}: others were frozen. Freeze the same, or load the model alone."
+        )
+    return check_model(facts, saved["param_groups"], live.parameters, live.optimizer.param_groups)
 
 
 def _carry_owed(live: Live, saved: SavedState) -> None:
@@ -322,7 +346,7 @@ def _edited(
 
 def _load_inner(live: Live, given: Mapping[str, Any]) -> Loaded:
     """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
-    _check_groups(given["param_groups"], live.optimizer)
+    check_groups(given["param_groups"], live.optimizer.param_groups)
     counts = [entry["step"] for entry in given["state"].values() if isinstance(entry, Mapping) and "step" in entry]
     steps = max((int(count) for count in counts), default=0)
     if "scape" in given and not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
@@ -340,56 +364,3 @@ def _load_inner(live: Live, given: Mapping[str, Any]) -> Loaded:
     inner = {**{name: value for name, value in given.items() if name != "scape"}, "state": state}
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
     return Loaded(inner, progress={"steps": steps}, notes=[note])
-
-
-# ------------------------------------------------------------------------------------------------ checks, and words
-
-
-def _check(facts: Mapping[str, Any], live: Live) -> None:
-    """Raises ValueError unless the state is of this model and this kind of optimizer."""
-    parameters, same = live.parameters, "Build the model and its optimizer as they were when it was saved."
-    shapes = dict(zip(parameters.indices, ([*p.shape] for p in parameters.tensors), strict=True))
-    names = dict(zip(parameters.indices, parameters.names, strict=True))
-    if facts["shapes"].keys() != shapes.keys():
-        raise ValueError(
-            f"The state must be of the parameters that are trained now, {len(shapes)}, got one of"
-            f" {len(facts['shapes'])}: others were frozen. {same}"
-        )
-    for index, shape in shapes.items():
-        if facts["shapes"][index] != shape:
-            raise ValueError(
-                f"The state must be of this model, got shape {tuple(facts['shapes'][index])} for {names[index]!r},"
-                f" which has {tuple(shape)}. {same}"
-            )
-    if set(facts["names"].values()) == set(names.values()):  # else they are another host's, or a wrapper's
-        for place, (index, ours) in enumerate(names.items()):
-            if (theirs := facts["names"][index]) != ours:
-                raise ValueError(
-                    f"The state must be of this model, got {theirs!r} in place {place}, where the optimizer has"
-                    f" {ours!r}. {same}"
-                )
-    if facts["optimizer"] != (kind := type(live.optimizer).__name__):
-        raise ValueError(
-            f"The state must be of the inner optimizer, got one of {facts['optimizer']}, and SparseLoCo wraps {kind}."
-            f" {same}"
-        )
-
-
-def _check_groups(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, optimizer.param_groups))
-    if theirs != mine:
-        raise ValueError(
-            f"The state must be of this model, got groups of {theirs} parameters, and the optimizer's have {mine}. Give"
-            " it the parameters, frozen ones included, that it had when it was saved."
-        )
-
-
-def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    changed = [
-        f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
-        for name, value in mine.items()
-        if name not in OF_THE_MESH and value != saved.get(name)
-    ]
-    if not changed:
-        return []
-    return [f"Options differ from the checkpoint's, and those given now hold: {', '.join(changed)}."]
