@@ -159,7 +159,7 @@ def sweep(
     values = torch.zeros(rows, sent if masked else length, dtype=torch.bfloat16 if masked else torch.float32)
     if own:
         moment = ops.SecondMoment(state[1], [0.1] * len(grads), 3)
-        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(rows), mask, values, 1.0, moment))
+        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(rows), mask, values, moment))
     else:
         ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values))
 

@@ -477,3 +477,17 @@ def test_an_error_of_one_rank_comes_out_as_it_is_and_the_others_end(run_ranks: R
     other, own = run_ranks(fail_alone, 2, method, how, expect_errors=True, timeout=60.0)
     assert isinstance(own, RankError if how == "dies" else KeyError)
     assert isinstance(other, Exception)  # its connection was cut
+
+
+def fit_again(rank: int, world_size: int, method: str) -> Tensor:
+    with pytest.raises((KeyError, RuntimeError)):
+        fail_alone(rank, world_size, method, "raises")
+    model = Regression()
+    make_trainer(strategy(method)).fit(model)
+    return weights(model)
+
+
+@pytest.mark.parametrize("method", ["scape", "sparseloco"])
+def test_a_script_that_catches_the_error_of_a_fit_trains_on(run_ranks: RunRanks, method: str) -> None:
+    first, second = run_ranks(fit_again, 2, method, fresh=True, timeout=60.0)
+    assert torch.equal(first, second)

@@ -133,9 +133,9 @@ def test_other_ranks_rows_are_folded_and_compacted_in_one_launch(sent: int | Non
     check(Case.draw(False, sent=sent, wire=wire), 1)
 
 
-@pytest.mark.parametrize(("sent", "clip_value"), [(2, None), (7, 0.3), (None, 0.3)])
-def test_own_rows_also_have_their_second_moment(sent: int | None, clip_value: float | None) -> None:
-    check(Case.draw(True, sent=sent), 1, second=True, clip_value=clip_value)
+@pytest.mark.parametrize("sent", [2, 7, None])
+def test_own_rows_also_have_their_second_moment(sent: int | None) -> None:
+    check(Case.draw(True, sent=sent), 1, second=True)
 
 
 @pytest.mark.parametrize(("length", "sent"), [(250, 25), (300, 3), (16, 16)])
@@ -154,7 +154,7 @@ def test_blocks_of_other_lengths(length: int, sent: int) -> None:
 )
 def test_gradients_and_residuals_of_other_dtypes(dtype: torch.dtype, residual: torch.dtype) -> None:
     given: dict[str, Any] = {"dtypes": [dtype], "residual": residual}
-    check(Case.draw(True, sent=2, **given), 1, second=True, clip_value=0.4)
+    check(Case.draw(True, sent=2, **given), 1, second=True)
     check(Case.draw(False, sent=6, wire=torch.float16, **given), 1)
 
 

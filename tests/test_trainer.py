@@ -398,6 +398,11 @@ def clips_its_own(rank: int, world_size: int) -> list[float]:
     return norms
 
 
+def test_clipping_by_value_is_an_error_that_names_the_norm() -> None:
+    with pytest.raises(ValueError, match=r"must be clipped by norm, got gradient_clip_algorithm='value'"):
+        make_trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(Regression())
+
+
 def test_under_sparseloco_each_rank_clips_its_own_gradient(run_ranks: Any) -> None:
     first, second = run_ranks(clips_its_own, 2)
     assert max(first + second) <= 0.05 * 1.001

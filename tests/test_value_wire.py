@@ -162,7 +162,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         assert mask is not None
         if not step.folded:
             pieces = outgoing.region.pieces
-            ops.fold(piece_views(before, pieces), step.parts(outgoing.region), step.scale.whole, None)
+            ops.fold(piece_views(before, pieces), step.parts(outgoing.region), step.scale.whole)
         message = take(step)
         sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
         rows = outgoing.region.rows

@@ -40,7 +40,6 @@ class GradientClipping:
         self.last_skipped = False
         self.answer: Answer | None = None
         """The answer to the first message for the current gradient, None before."""
-        self.clip_value: float | None = None
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
         """The gradients of the recorded norm, and their versions then."""
@@ -55,7 +54,7 @@ class GradientClipping:
 
     def forget(self) -> None:
         """Drops what was recorded: its gradient is gone."""
-        self.answer = self._factor = self.clip_value = self._standing = None
+        self.answer = self._factor = self._standing = None
         self._measured, self._flat = [], []
         self._strict = False
 
@@ -86,11 +85,8 @@ class GradientClipping:
 
         Raises:
             RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
-            ValueError: gradients are clipped by value, too.
         """
         assert self.answer is not None
-        if self.clip_value is not None:
-            _refuse_both(max_norm, self.clip_value)
         norm = self.answer.norm if self._factor is None else self.answer.norm * self._factor
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # clamp: a factor that underflows to 0 would read as "skip".
@@ -155,22 +151,10 @@ class GradientClipping:
                     " them; or call the optimizer's zero_grad() to drop what was clipped."
                 )
 
-    def record_value(self, clip_value: float) -> None:
-        """Records the bound to which gradients are clamped elementwise at the fold; of several, the least.
-
-        Raises:
-            ValueError: the bound is not above 0; or gradients are clipped by their norm, too.
-        """
-        if not clip_value > 0:
-            raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
-        if self._factor is not None and self._standing is not None:
-            _refuse_both(self._standing.max_norm, clip_value)
-        self.clip_value = clip_value if self.clip_value is None else min(clip_value, self.clip_value)
-
     @property
     def recorded(self) -> bool:
         """Whether the step will clip."""
-        return self._factor is not None or self.clip_value is not None
+        return self._factor is not None
 
     # ------------------------------------------------------------------------------------- skipped steps
 
@@ -252,14 +236,6 @@ def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
         f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
         " let the optimizer skip such a step on all ranks."
-    )
-
-
-def _refuse_both(max_norm: float | None, clip_value: float) -> NoReturn:
-    raise ValueError(
-        f"A step's gradients must be clipped by norm or by value, got both, max_norm={max_norm} and"
-        f" clip_value={clip_value} (on every rank). Gradients stay as they are until the step, so the second way cannot"
-        " see what the first one has made. Take one of them, or call zero_grad() between them."
     )
 
 

@@ -189,7 +189,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
                 checkpoint) raises it, after this one was skipped: to know it now, the CPU would have to wait. Or
                 gradients have changed since they were clipped.
-            ValueError: these gradients are clipped by value, too.
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 

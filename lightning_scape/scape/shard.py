@@ -58,7 +58,6 @@ class Outgoing:
                 step.scale.blocks,
                 None if mask is None else mask[: self._blocks],
                 values,
-                clip_value=step.clip_value,
                 message=message,
             )
         )
@@ -116,7 +115,7 @@ class Shard:
                 first_rows = torch.tensor([piece.row for piece in pieces], dtype=torch.int64, device="cpu")
                 scale = scale.index_select(0, ops.to_device(first_rows, scale.device))
             squares = piece_views(moment.exp_avg_sq, pieces)
-            ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale, step.clip_value)
+            ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale)
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
@@ -133,7 +132,6 @@ class Shard:
                 step.scale.mine,
                 step.mask.mine,
                 values,
-                clip_value=step.clip_value,
                 second_moment=moment,
             )
         )
@@ -217,4 +215,4 @@ class Shard:
 
 def _fold(step: Step, region: Region, residual: Tensor) -> None:
     """``residual += scale * gradient`` for the pieces of a region, whose rows ``residual`` has."""
-    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole, step.clip_value)
+    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole)

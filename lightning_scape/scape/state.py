@@ -117,8 +117,6 @@ class Step:
     """The optimizer's parameter groups: schedulers change them from step to step."""
     grads: Sequence[Tensor | None]
     """The flat gradient of every parameter, None where it has none."""
-    clip_value: float | None
-    """The bound to which gradients are clamped elementwise."""
     record: StepRecord
     scale: Scale
     sent: int

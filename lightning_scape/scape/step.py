@@ -145,7 +145,7 @@ class Engine:
         Allocates buffers at the first step, and brings masters up to date.
         """
         grads = self.opening.gradients(groups, self.calls)
-        answer, scale, clip_value = self.clipping.answer, self.clipping.scale(), self.clipping.clip_value
+        answer, scale = self.clipping.answer, self.clipping.scale()
         assert answer is not None
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
@@ -155,7 +155,7 @@ class Engine:
         self._refresh_masters(state)
         record.norm, record.scale = answer.norm, scale
         taking_part, sent = self.participants.of(state, scale, answer.present), self.masks.schedule.sent(state.calls)
-        return Step(state, groups, grads, clip_value, record, taking_part, sent)
+        return Step(state, groups, grads, record, taking_part, sent)
 
     def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: my own while the others' travel. Skipped parameters are not written."""

@@ -44,7 +44,7 @@ class TestFarAwayOnGpu:
         residual = torch.zeros(FAR + 100, device="cuda")
         grad = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
         grad[FAR:] = 3.0
-        cuda.fold([residual], [grad], torch.full((), 0.5, device="cuda"), None)
+        cuda.fold([residual], [grad], torch.full((), 0.5, device="cuda"))
         assert (residual[FAR:] == 1.5).all()
         assert float(cuda.squared_norm([grad])) == 900.0
 

@@ -27,8 +27,8 @@ class ExampleChecks(Checks):
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_fold(self, either: Any) -> None:
         residual = torch.tensor([1.0, 1.0], device=self.device)
-        either.fold([residual], [torch.tensor([3.0, -8.0], device=self.device)], self.scalar(0.5), 4.0)
-        assert residual.tolist() == [2.5, -1.0]
+        either.fold([residual], [torch.tensor([3.0, -8.0], device=self.device)], self.scalar(0.5))
+        assert residual.tolist() == [2.5, -3.0]
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_compact(self, either: Any) -> None:

@@ -24,10 +24,8 @@ class GradientChecks(Checks):
     """Folds, moments and norms."""
 
     @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize(("residual_dtype", "clip_value"), [(torch.float32, 0.3), (torch.float64, None)])
-    def test_fold_equals_its_twin(
-        self, dtype: torch.dtype, residual_dtype: torch.dtype, clip_value: float | None
-    ) -> None:
+    @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
+    def test_fold_equals_its_twin(self, dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
         sizes = (5000, 4096, 1, 0, 77)
         buffer = torch.randn(sum(sizes) + 20, dtype=residual_dtype)
         grads = [torch.randn(n).to(dtype) for n in sizes]
@@ -36,23 +34,15 @@ class GradientChecks(Checks):
             own = buffer.to(device, copy=True)
             residuals = [part[:n] for part, n in zip(own.split([n + 4 for n in sizes]), sizes, strict=True)]
             given = [*(grad.to(device) for grad in grads[:-1]), None]
-            module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
+            module.fold(residuals, given, torch.tensor(0.7, device=device))
             results.append(own.cpu())
         assert_same_bits(*results)
-
-    @pytest.mark.parametrize("either", BOTH, indirect=True)
-    def test_a_bound_may_lie_beyond_the_gradients_dtype(self, either: Any) -> None:
-        residual = torch.zeros(2, device=self.device)
-        grad = torch.tensor([6e4, -3.0], dtype=torch.float16, device=self.device)
-        either.fold([residual], [grad], self.scalar(1.0), 1e5)
-        either.accumulate_exp_avg_sq([residual], [grad], [0.5], 1, self.scalar(1.0), 1e5)
-        assert residual[1].item() == 0.5 * -3.0 + 0.5 * 9.0
 
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
         residual, grad = torch.randn(3000), torch.randn(3000)
         other = residual.to(self.device, copy=True)
-        naive.fold([residual], [grad], torch.ones(()), None)
-        self.module.fold([other], [grad.to(self.device)], self.scalar(1.0), None)
+        naive.fold([residual], [grad], torch.ones(()))
+        self.module.fold([other], [grad.to(self.device)], self.scalar(1.0))
         assert_same_bits(other.cpu(), residual)
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
@@ -62,7 +52,7 @@ class GradientChecks(Checks):
         before = [tensor.clone() for tensor in state]
         residual, momentum, theta, second = state
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
-        either.fold([residual], [bad], zero, None)
+        either.fold([residual], [bad], zero)
         sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
         last_step = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
         moments = momentum.view(3, 100), second.view(3, 100)
@@ -71,18 +61,16 @@ class GradientChecks(Checks):
         shard = ops.ShardState(theta[:3].view(3, 1), *moments, last_step)
         either.update_adams(shard._replace(exp_avg_sq=None), mask, bad[:3].view(3, 1), numbers)
         either.update_adamw(shard, mask, bad[:3].view(3, 1), bad[:3].view(3, 1), numbers, 2)
-        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
-        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1))
         assert (sent == 0).all()
         assert (last_step == 0).all()
         for tensor, old in zip(state, before, strict=True):
             assert_same_bits(tensor, old)
 
     @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize(("clip_value", "by_piece"), [(0.3, False), (None, True)])
-    def test_second_moment_equals_its_twin_within_rounding(
-        self, dtype: torch.dtype, clip_value: float | None, by_piece: bool
-    ) -> None:
+    @pytest.mark.parametrize("by_piece", [False, True])
+    def test_second_moment_equals_its_twin_within_rounding(self, dtype: torch.dtype, by_piece: bool) -> None:
         moment_dtype = torch.float64 if dtype is torch.float64 else torch.float32
         sizes = (5000, 300, 4096, 1, 0, 77, 900)
         moments = [torch.rand(n, dtype=moment_dtype) for n in sizes]
@@ -92,7 +80,7 @@ class GradientChecks(Checks):
         if by_piece:  # a gradient that is on no rank, and one that is not finite, where nothing may change
             scale = torch.tensor([0.7, 0.0, 0.7, 0.7, 0.7, 0.7, 0.0])
             grads[6] = torch.full((900,), float("nan"))
-        _, ((ours, theirs), *_) = self.both("accumulate_exp_avg_sq", moments, grads, weights, 3, scale, clip_value)
+        _, ((ours, theirs), *_) = self.both("accumulate_exp_avg_sq", moments, grads, weights, 3, scale)
         few = 16 * torch.finfo(moment_dtype).eps  # on a GPU, a division may be off by two places
         for place, (mine, twin) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(mine, twin, rtol=few, atol=0.0)
@@ -105,9 +93,9 @@ class GradientChecks(Checks):
     def test_second_moments_of_any_size_stay_finite(self) -> None:
         moments = [torch.full((3,), 1.0), torch.full((3,), 3e38)]
         grads = [torch.tensor([1e19, -1e30, 3e38])] * 2
-        for ranks, clip_value in ((1, None), (4, 2e38)):
+        for ranks in (1, 4):
             _, ((ours, theirs), *_) = self.both(
-                "accumulate_exp_avg_sq", moments, grads, [0.5, 0.5], ranks, torch.ones(()), clip_value
+                "accumulate_exp_avg_sq", moments, grads, [0.5, 0.5], ranks, torch.ones(())
             )
             for mine, twin in zip(ours, theirs, strict=True):
                 assert mine.isfinite().all()
@@ -160,20 +148,19 @@ class GradientChecks(Checks):
         for cache in self.caches:
             cache.cache_clear()
         with torch.device("meta"):
-            self.module.fold([residual], [grad], scale, 0.5)
+            self.module.fold([residual], [grad], scale)
             norm = self.module.squared_norm([grad])
             self.module.sketch([grad], signs, SKETCH_WIDTHS)
-        assert residual.tolist() == [1.5] * 500
+        assert residual.tolist() == [2.0] * 500
         assert float(norm) == 500.0
 
-    @pytest.mark.parametrize("clip_value", [None, 0.3])
-    def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:
+    def test_measured_noise_equals_its_twin(self) -> None:
         noise, grad = torch.rand(5000), torch.randn(5000)
         own = [tensor.to(self.device, copy=True) for tensor in (noise, grad)]
-        naive.accumulate_exp_avg_sq([noise], [grad], [0.1], 4, torch.tensor(0.7), clip_value)
-        self.module.accumulate_exp_avg_sq([own[0]], [own[1]], [0.1], 4, self.scalar(0.7), clip_value)
+        naive.accumulate_exp_avg_sq([noise], [grad], [0.1], 4, torch.tensor(0.7))
+        self.module.accumulate_exp_avg_sq([own[0]], [own[1]], [0.1], 4, self.scalar(0.7))
         self.assert_same_moments(own[0].cpu(), noise)
         before = own[0].clone()
         bad = own[1] * float("nan")
-        self.module.accumulate_exp_avg_sq([own[0]], [bad], [0.1], 4, self.scalar(0.0), clip_value)
+        self.module.accumulate_exp_avg_sq([own[0]], [bad], [0.1], 4, self.scalar(0.0))
         assert_same_bits(own[0], before)

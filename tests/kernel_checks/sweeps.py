@@ -45,7 +45,6 @@ class SweepJob(NamedTuple):
     values: Tensor
     second: Tensor | None
     weights: list[float]
-    clip_value: float | None = None
     message: Tensor | None = None
 
     @classmethod
@@ -105,7 +104,6 @@ class SweepJob(NamedTuple):
             own.scale,
             own.mask,
             own.values,
-            clip_value=own.clip_value,
             second_moment=second,
             message=own.message,
         )
@@ -118,9 +116,9 @@ class SweepJob(NamedTuple):
         for place, piece in enumerate(own.region.pieces if own.grads is not None else ()):
             entries = slice(piece.row * length, piece.row * length + piece.numel)
             scale = own.scale[piece.row] if own.scale.dim() else own.scale
-            naive.fold([own.residual.view(-1)[entries]], [own.grads[place]], scale, own.clip_value)
+            naive.fold([own.residual.view(-1)[entries]], [own.grads[place]], scale)
             if own.second is not None:
-                rest = [own.grads[place]], [own.weights[place]], 3, scale, own.clip_value
+                rest = [own.grads[place]], [own.weights[place]], 3, scale
                 naive.accumulate_exp_avg_sq([own.second.view(-1)[entries]], *rest)
         for row in (row for rows in own.region.rows for row in range(rows.start, rows.stop)):
             one, scale = slice(row, row + 1), own.scale[row] if own.scale.dim() else own.scale
@@ -158,7 +156,7 @@ class SweepChecks(Checks):
     def test_sweep_equals_its_parts(self, rank: int | None, sent: int | None) -> None:
         job = SweepJob.draw(rank, sent)
         self.compare_sweep(job)
-        self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
+        self.compare_sweep(job._replace(scale=torch.tensor(0.7)))
         self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
 
     @pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), SWEPT)
@@ -166,7 +164,7 @@ class SweepChecks(Checks):
         self, dtype: torch.dtype, residual_dtype: torch.dtype, wire: torch.dtype
     ) -> None:
         job = SweepJob.draw(None, 3, dtype=dtype, state=residual_dtype, wire=wire)
-        self.compare_sweep(job._replace(scale=torch.tensor(0.7), clip_value=0.6))
+        self.compare_sweep(job._replace(scale=torch.tensor(0.7)))
 
     @pytest.mark.parametrize(("sent", "bits"), [(2, 4), (25, 8)])
     def test_sweep_packs_what_it_takes_and_gives_back_what_rounding_leaves(self, sent: int | None, bits: int) -> None:

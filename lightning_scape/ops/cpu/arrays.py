@@ -79,14 +79,6 @@ def or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
     return array(torch.empty(0, 0, dtype=dtype, device="cpu") if matrix is None else matrix)
 
 
-def bound_of(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
-    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
-    if clip_value is None:
-        return np.float32(0.0), False
-    within = torch.tensor(naive.within(clip_value, dtype), dtype=dtype, device="cpu")
-    return np.float32(float(within)), True
-
-
 def by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]]]:
     """Rows of tensors, grouped by their dtypes, in order."""
     groups: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}

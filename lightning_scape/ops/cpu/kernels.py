@@ -19,23 +19,18 @@ _AHEAD = 8
 
 
 @jit
-def fold_part(residual, grad, scale, bound, clip):
+def fold_part(residual, grad, scale):
     """``residual += scale * grad``."""
     for e in range(len(grad)):
-        value = widen(grad[e])
-        if clip:
-            value = clamp(value, bound)
-        residual[e] += scale * residual.dtype.type(value)
+        residual[e] += scale * residual.dtype.type(widen(grad[e]))
 
 
 @jit
-def fold_and_square_part(residual, moment, grad, scales, keep, weight, bound, clip, largest):
+def fold_and_square_part(residual, moment, grad, scales, keep, weight, largest):
     """The same, and ``moment = keep * moment + weight * (scale * grad)**2``; ``scales`` of either's dtype."""
     to_residual, to_moment = scales
     for e in range(len(grad)):
         value = widen(grad[e])
-        if clip:
-            value = clamp(value, bound)
         residual[e] += to_residual * residual.dtype.type(value)
         own = to_moment * moment.dtype.type(value)
         value = moment[e] * keep + weight * (own * own)

@@ -16,7 +16,6 @@ from lightning_scape.ops.cpu import sweep as sweeping
 from lightning_scape.ops.cpu.arrays import (
     GRAIN,
     array,
-    bound_of,
     by_dtypes,
     implements,
     in_parallel,
@@ -179,9 +178,8 @@ def sweep(work: Sweep) -> None:
         moments = or_empty(None if second is None else second.exp_avg_sq, residual.dtype)
         largest = np.float32(torch.finfo(torch.float32).max)
         for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
-            state, rule = (array(residual), moments), (*bound_of(work.clip_value, of_grad), largest)
-            scale = array(work.scale.reshape(-1))
-            loop = functools.partial(sweeping.fold, table, numbers, state, scale, rule, like(of_grad))
+            state, scale = (array(residual), moments), array(work.scale.reshape(-1))
+            loop = functools.partial(sweeping.fold, table, numbers, state, scale, largest, like(of_grad))
             in_parallel(loop, count, rows_of_a_thread(length))
     for rows in work.region.rows:
         there, mask, scale = residual[rows], cut(work.mask, rows), cut(work.scale, rows)

@@ -17,7 +17,7 @@ from lightning_scape.ops.naive.rules import SecondMoment
 
 
 @jit
-def fold(table, numbers, state, scale, rule, like_grad, first, last):
+def fold(table, numbers, state, scale, largest, like_grad, first, last):
     """The first of :func:`naive.sweep`'s operations; ``first .. last`` counts the rows of the table.
 
     Args:
@@ -25,21 +25,21 @@ def fold(table, numbers, state, scale, rule, like_grad, first, last):
         numbers: likewise.
         state: the residual, and the second moment or ``[0, 0]``.
         scale: ``[rows]`` or ``[1]``.
-        rule: the gradient's bound and whether there is one, and the largest number of the second moment.
+        largest: number of the second moment.
         like_grad: an empty array.
         first: first row.
         last: one past the last row.
     """
-    (residual, moments), (bound, clip, largest) = state, rule
+    residual, moments = state
     for i in range(len(table)):
         part = overlap(first, last, table[i, 1], table[i, 2])
         factor = residual.dtype.type(scale[table[i, 0] if len(scale) > 1 else 0])
         if part[0] < part[1] and factor != 0:
-            _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
+            _accumulate(table[i], numbers[i], part, residual, moments, factor, largest, like_grad)
 
 
 @jit
-def _accumulate(run, numbers, part, residual, moments, factor, bound, clip, largest, like_grad):
+def _accumulate(run, numbers, part, residual, moments, factor, largest, like_grad):
     """Folds the gradient of a part of a run's rows, and adds it to the second moment."""
     length, row, (above, below) = residual.shape[1], run[0], part
     start, stop = above * length, min(below * length, run[4])
@@ -48,14 +48,14 @@ def _accumulate(run, numbers, part, residual, moments, factor, bound, clip, larg
     here = residual[row + above : row + below].reshape(-1)[: stop - start]
     if len(moments) == 0:
         if run[3] != 0:
-            fold_part(here, array_at(run[3], start, stop - start, like_grad), factor, bound, clip)
+            fold_part(here, array_at(run[3], start, stop - start, like_grad), factor)
         return
     second = moments[row + above : row + below].reshape(-1)[: stop - start]
     if run[3] == 0:
         fade_part(second, numbers[0], largest)
     else:
         grad, scales = array_at(run[3], start, stop - start, like_grad), (factor, second.dtype.type(factor))
-        fold_and_square_part(here, second, grad, scales, numbers[0], numbers[1], bound, clip, largest)
+        fold_and_square_part(here, second, grad, scales, numbers[0], numbers[1], largest)
 
 
 def runs(

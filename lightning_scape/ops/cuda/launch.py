@@ -8,7 +8,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.ops import naive
 from lightning_scape.ops.naive import to_device
 
 DTYPES = {
@@ -46,12 +45,6 @@ def raw(tensor: Tensor) -> Tensor:
 def aligned(tensor: Tensor) -> bool:
     """Whether 16 bytes can be read at once from its start."""
     return tensor.data_ptr() % 16 == 0
-
-
-def bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
-    bound = torch.full((), naive.within(clip_value, dtype), dtype=dtype, device=device)
-    return bound.to(torch.promote_types(dtype, torch.float32))
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

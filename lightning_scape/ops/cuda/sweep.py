@@ -39,13 +39,11 @@ def _sweep_kernel(
     program_starts,
     scale,
     scale_stride,
-    clip_value,
     mask,
     values,
     sent,
     GRAD: tl.constexpr,
     FOLD: tl.constexpr,
-    CLIP: tl.constexpr,
     ALIGNED: tl.constexpr,
     SECOND: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -83,8 +81,6 @@ def _sweep_kernel(
         else:
             raw = tl.load(source + offset, mask=inside & (offset < known), other=0)
         value = widen(raw, GRAD)
-        if CLIP:
-            value = clamp(value, tl.load(clip_value))
         if SECOND:
             _accumulate(exp_avg_sq + first * LENGTH + offset, value, factor, weights + 2 * span,
                         inside & (offset < left) & taken[:, None], LARGEST)  # fmt: skip
@@ -218,7 +214,7 @@ def _by_dtype(work: Sweep) -> list[list[Span]]:
 
 def _launch(work: Sweep, spans: Sequence[Span]) -> None:
     """Launches the kernel on some rows."""
-    residual, mask, values, clip_value = work.residual, work.mask, work.values, work.clip_value
+    residual, mask, values = work.residual, work.mask, work.values
     device, sent = residual.device, values.shape[1]
     given: list[Tensor] = []
     starts = []
@@ -249,13 +245,11 @@ def _launch(work: Sweep, spans: Sequence[Span]) -> None:
         *chunks,
         work.scale.to(device),
         work.scale.dim(),
-        work.scale if clip_value is None else launching.bound(clip_value, dtype, device),
         launching.raw(values) if mask is None else mask.contiguous(),
         launching.raw(values),
         sent,
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
-        CLIP=clip_value is not None,
         ALIGNED=math.gcd(16, whole, *starts),
         SECOND=moments is not None,
         LARGEST=torch.finfo((residual if moments is None else moments.exp_avg_sq).dtype).max,

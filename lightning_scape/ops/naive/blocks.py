@@ -83,8 +83,6 @@ class Sweep(NamedTuple):
     """``[rows, q]`` positions, or None: everything is sent."""
     values: Tensor
     """``[rows, q]`` of the wire's dtype, written."""
-    clip_value: float | None = None
-    """First clamps the gradient to ``[-v, v]``."""
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
     message: Tensor | None = None
@@ -116,11 +114,11 @@ def sweep(work: Sweep) -> None:
     if work.grads is not None:
         for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
             factor = cut(scale, piece.row)
-            fold(piece_views(residual, [piece]), [grad], factor, work.clip_value)
+            fold(piece_views(residual, [piece]), [grad], factor)
             if work.second_moment is not None:
                 moments, weights, ranks = work.second_moment
                 one = piece_views(moments, [piece]), [grad], [weights[place]]
-                accumulate_exp_avg_sq(*one, ranks, factor, work.clip_value)
+                accumulate_exp_avg_sq(*one, ranks, factor)
     for rows in work.region.rows:
         compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
         if work.message is not None:

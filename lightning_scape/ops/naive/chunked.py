@@ -44,11 +44,11 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 @CHUNKED.implements
-def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor) -> None:
     for residual, grad in zip(residuals, grads, strict=True):
         if grad is not None:
             size = _chunk(residual)
-            naive.fold(residual.split(size), grad.split(size), scale, clip_value)
+            naive.fold(residual.split(size), grad.split(size), scale)
 
 
 @CHUNKED.implements
@@ -58,13 +58,12 @@ def accumulate_exp_avg_sq(
     weights: Sequence[float],
     ranks: int,
     scale: Tensor,
-    clip_value: float | None,
 ) -> None:
     scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
     for moment, grad, weight, factor in zip(moments, grads, weights, scales, strict=True):
         parts = moment.split(_chunk(moment))
         given = [None] * len(parts) if grad is None else grad.split(_chunk(moment))
-        naive.accumulate_exp_avg_sq(parts, given, [weight] * len(parts), ranks, factor, clip_value)
+        naive.accumulate_exp_avg_sq(parts, given, [weight] * len(parts), ranks, factor)
 
 
 # ---------------------------------------------------------------------------------------------------- masks

@@ -63,29 +63,20 @@ def _mix(a: int, b: int) -> int:
 
 
 @operation
-def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """``residual += scale * grad``, in place; ``clip_value`` first clamps the gradient to ``[-v, v]``.
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor) -> None:
+    """``residual += scale * grad``, in place.
 
-    Example: residual ``[1, 1]``, gradient ``[3, -8]``, scale 0.5 and ``clip_value=4`` give ``[2.5, -1]``.
+    Example: residual ``[1, 1]``, gradient ``[3, -8]`` and scale 0.5 give ``[2.5, -3]``.
 
     Args:
         residuals: flat, the residual's dtype; one per gradient.
         grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
         scale: 0 folds nothing, even where a gradient is not finite.
-        clip_value: v > 0, or None.
     """
     for residual, grad in zip(residuals, grads, strict=True):
         if grad is not None:
-            folded = residual + _scaled(grad, scale, clip_value, residual)
+            folded = residual + scale.to(residual) * grad.to(residual)
             residual.copy_(torch.where(scale.to(residual) != 0, folded, residual))
-
-
-def _scaled(grad: Tensor, scale: Tensor, clip_value: float | None, like: Tensor) -> Tensor:
-    """``scale * clamp(grad)``, with the dtype and on the device of ``like``."""
-    if clip_value is not None:
-        bound = within(clip_value, grad.dtype)
-        grad = grad.clamp(-bound, bound)
-    return scale.to(like) * grad.to(like)
 
 
 def within(bound: float, dtype: torch.dtype) -> float:
@@ -100,7 +91,6 @@ def accumulate_exp_avg_sq(
     weights: Sequence[float],
     ranks: int,
     scale: Tensor,
-    clip_value: float | None,
 ) -> None:
     """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
 
@@ -113,10 +103,9 @@ def accumulate_exp_avg_sq(
         weights: of each piece's gradient, in (0, 1]: ``1 - beta2``, or 1/n for the mean of n samples.
         ranks: N.
         scale: 0-dim, or one for each piece. 0 changes nothing.
-        clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
     """
     scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
     for moment, grad, weight, factor in zip(moments, grads, weights, scales, strict=True):
-        value = _scaled(moment.new_zeros(()) if grad is None else grad, factor, clip_value, moment)
+        value = factor.to(moment) * (moment.new_zeros(()) if grad is None else grad.to(moment))
         moved = (1 - weight) * moment + (weight / ranks) * value.square()
         moment.copy_(torch.where(factor.to(moment) != 0, moved.clamp(max=torch.finfo(moment.dtype).max), moment))
