@@ -227,6 +227,9 @@ def test_the_newest_is_of_the_latest_step_and_what_is_incomplete_is_passed_over(
     part = max((each for each in (tmp_path / "4.ckpt").iterdir()), key=lambda each: each.stat().st_size)
     part.write_bytes(b"short")
     (tmp_path / ".6.ckpt.0000000000000000.partial").write_bytes(b"half")
+    (tmp_path / "other.ckpt").mkdir()
+    torch.save({"global_step": 99}, tmp_path / "other.ckpt" / "meta.pt")  # of Lightning's strategies for FSDP
+    torch.save([1, 2], tmp_path / "list.ckpt")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert newest_checkpoint(tmp_path) == tmp_path / "3.ckpt"

@@ -294,36 +294,33 @@ def _passing_over(path: Path) -> Iterator[None]:
 
 
 def _step_of(path: Path) -> int:
-    """Optimizer steps behind a complete checkpoint; -1 if it does not say. Nothing is read but what it has of numbers.
+    """Optimizer steps behind a complete checkpoint; -1 if it does not say.
 
     Raises:
         CheckpointError, OSError: it is not complete.
     """
+    file = path / files.META if path.is_dir() else path
+    files.check_ends(file)
+    try:
+        content = files.read(file, True, mmap=True)  # nothing is read but the pickle
+    except files.CheckpointError:  # a load may trust it
+        return -1
+    if not isinstance(content, dict):
+        return -1
     if not path.is_dir():
-        files.check_ends(path)
-        content = _content(path)
         states = [state for value in content.values() for state in (value if isinstance(value, list) else [value])]
-        facts = [
-            each["facts"]
-            for state in states
-            if isinstance(state, dict)
-            for each in state.values()
-            if isinstance(each, dict) and "facts" in each
-        ]
+        parts = [part for state in states if isinstance(state, dict) for part in state.values()]
+        facts = [part.get("facts") for part in parts if isinstance(part, dict)]
     else:
-        files.check_ends(path / files.META)
-        meta = _content(path / files.META)
-        content, facts = meta.get("rest", {}), [facts for _, facts in meta.get("facts", {}).values()]
-        for number in range(meta.get("ranks", 0)):
+        if "token" not in content:
+            raise files.CheckpointError(
+                f"{str(path)!r} must be a directory of lightning_scape, got another strategy's."
+            )
+        facts = [facts for _, facts in content["facts"].values()]
+        for number in range(content["ranks"]):
             files.check_ends(path / f"rank-{number}.pt")
-    ours = max((each.get("step", -1) for each in facts), default=None)
-    counts = [content.get("global_step"), ours, *(content.get(name) for name in ("step", "step_count", "iter_num"))]
+        content = content["rest"] if isinstance(content["rest"], dict) else {}
+    ours = [each.get("step") for each in facts if isinstance(each, dict)]
+    counts = [content.get(name) for name in ("global_step", "step", "step_count", "iter_num")]
+    counts.insert(1, max((step for step in ours if type(step) is int), default=None))
     return next((count for count in counts if type(count) is int), -1)
-
-
-def _content(path: Path) -> dict[Any, Any]:
-    """What ``weights_only`` reads of a file, its tensors mapped; empty if it refuses: a load may trust the file."""
-    with contextlib.suppress(files.CheckpointError):
-        content = files.read(path, True, mmap=True)
-        return content if isinstance(content, dict) else {}
-    return {}

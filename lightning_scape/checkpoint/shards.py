@@ -16,6 +16,7 @@ All are plain files of torch.save. In a file a state is whole: ``{"state": ..., 
 from __future__ import annotations
 
 import bisect
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -437,7 +438,15 @@ def write_directory(
                 for where, (own, chunks) in held.items()
             }
             part = {"token": token, "rng": rng, "states": mine}
-            ranks.raise_on_all_ranks(lambda: files.write(part, folder / f"rank-{ranks.rank}.pt"))
+
+            def write_part() -> None:
+                if not folder.is_dir():
+                    raise FileNotFoundError(
+                        errno.ENOENT, f"all ranks must see the same folder, got none there on rank {ranks.rank}"
+                    )
+                files.write(part, folder / f"rank-{ranks.rank}.pt")
+
+            ranks.raise_on_all_ranks(write_part)
             facts = {where: (dict(state), state.facts) for where, state in states.items()}
             meta = {"format": FORMAT, "token": token, "ranks": ranks.world_size, "facts": facts, "rest": rest}
 
