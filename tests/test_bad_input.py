@@ -56,11 +56,9 @@ def test_from_optimizer_keeps_settings_by_reference() -> None:
     assert (second["lr"], second["betas"], second["eps"], second["weight_decay"]) == (0.25, (0.9, 0.999), 1e-8, 0.125)
 
 
-def test_adam_with_l2_decay_is_taken_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="decoupled"):
-        ScapeOptimizer.from_optimizer(
-            torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig(sparsity_warmup_steps=0)
-        )
+def test_adam_with_l2_decay_is_refused() -> None:
+    with pytest.raises(ValueError, match="`weight_decay` of Adam must be 0, got 0.1"):
+        ScapeOptimizer.from_optimizer(torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig())
 
 
 @pytest.mark.parametrize(

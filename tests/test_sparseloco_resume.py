@@ -30,28 +30,26 @@ def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, fir
         optimizer.step()
 
 
-def _resume(rank: int, world_size: int, folder: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:
-    options = {"overlap_steps": overlap}
-    net, optimizer, loco = build(**options)
-    go_on(net, optimizer, rank, 0, after)
+def _resume(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor]:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, rank, 0, AFTER)
     path = Path(folder) / "saved"
     loco.consolidate_state_dict()
     if rank == 0:
         torch.save({"model": net.state_dict(), "loco": loco.state_dict()}, path)
-    go_on(net, optimizer, rank, after, STEPS)
+    go_on(net, optimizer, rank, AFTER, STEPS)
     torch.distributed.barrier()
-    other, second, again = build(**options)
+    other, second, again = build()
     saved = torch.load(path, weights_only=True)
     other.load_state_dict(saved["model"])  # rank 0's: inside a window the others differ
     again.load_state_dict(saved["loco"])
-    go_on(other, second, rank, after, STEPS)
+    go_on(other, second, rank, AFTER, STEPS)
     assert again.progress == loco.progress
     return flat(net), flat(other)
 
 
-@pytest.mark.parametrize(("overlap", "after"), [(2, 4), (0, AFTER)])
-def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, overlap: int, after: int) -> None:
-    ends = run_ranks(_resume, 2, str(tmp_path), overlap, after)
+def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path) -> None:
+    ends = run_ranks(_resume, 2, str(tmp_path))
     for straight, resumed in ends:
         assert torch.equal(straight, resumed)
     assert not torch.equal(ends[0][0], ends[1][0])  # the run ends inside a window
@@ -198,15 +196,14 @@ def _uncollected(rank: int, world_size: int) -> str:
     return "must be collected"
 
 
-def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
-    """Loads inside a window (or during an exchange), changes weights, and looks at the end of the window."""
-    after = 4 if overlap else AFTER
-    net, optimizer, loco = build(overlap_steps=overlap)
-    go_on(net, optimizer, rank, 0, after)
+def _change(rank: int, world_size: int, change: str) -> Any:
+    """Loads inside a window, changes weights, and looks at the end of the window."""
+    net, optimizer, loco = build()
+    go_on(net, optimizer, rank, 0, AFTER)
     loco.consolidate_state_dict()
     states = [loco.state_dict() if rank == 0 else None]
     torch.distributed.broadcast_object_list(states)
-    other, second, again = build(overlap_steps=overlap)
+    other, second, again = build()
     again.load_state_dict(states[0])
     with torch.no_grad():
         if change == "all":
@@ -224,17 +221,15 @@ def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
     )
     for group in second.param_groups:
         group["lr"] = 0.0
-    go_on(other, second, rank, after, 9)
+    go_on(other, second, rank, AFTER, 9)
     again.sync()
     return loaded, start, flat(other), [str(warning.message) for warning in told]
 
 
-@pytest.mark.parametrize(("overlap", "change"), [(0, "one"), (2, "all")])
-def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
-    run_ranks: Any, change: str, overlap: int
-) -> None:
+@pytest.mark.parametrize("change", ["one", "all"])
+def test_weights_loaded_before_the_first_step_are_where_training_goes_on(run_ranks: Any, change: str) -> None:
     """The next exchange took them for a pseudo-gradient, and undid all but its largest entries."""
-    results = run_ranks(_change, 2, change, overlap)
+    results = run_ranks(_change, 2, change)
     for loaded, start, _, _ in results:
         changed = loaded == 3.0
         assert changed.sum() == (len(loaded) if change == "all" else 3)
@@ -248,13 +243,12 @@ def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
     assert results[1][3] == []
 
 
-def _rolled_back(rank: int, world_size: int, overlap: int, apart: bool) -> Any:
-    """Loads weights in the middle of a window (or during an exchange), and goes on to the end of the next."""
-    after = 7 if overlap else 5
-    net, optimizer, loco = build(overlap_steps=overlap, error_decay=0.0)
+def _rolled_back(rank: int, world_size: int, apart: bool) -> Any:
+    """Loads weights in the middle of a window, and goes on to the end of the next."""
+    after = 5
+    net, optimizer, loco = build(error_decay=0.0)
     loco.restart_from_weights()  # before the first step it has nothing to do
     go_on(net, optimizer, rank, 0, after)
-    assert loco.progress.under_way == bool(overlap)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(3.0 + rank * apart)
@@ -269,13 +263,13 @@ def _rolled_back(rank: int, world_size: int, overlap: int, apart: bool) -> Any:
 
 def test_weights_loaded_in_mid_training_are_the_starting_point_where_it_is_said(run_ranks: Any) -> None:
     """They were undone at the next exchange, but for the entries that it sent."""
-    results = run_ranks(_rolled_back, 2, 2, False)
+    results = run_ranks(_rolled_back, 2, False)
     for (start, in_window), end in results:
         assert bool((start == 3.0).all())
         assert in_window == 0
         assert torch.equal(end, results[0][1])
         assert float((end - 3.0).abs().max()) < 0.2  # only what the owners still owed has moved them
-    for error in run_ranks(_rolled_back, 2, 2, True, expect_errors=True):
+    for error in run_ranks(_rolled_back, 2, True, expect_errors=True):
         assert "must hold bitwise equal parameters" in str(error)
 
 

@@ -16,13 +16,13 @@ from lightning_scape.sparseloco.phase import Settings
 Told = tuple[str, Tensor, Tensor]
 
 
-def _set(rank: int, world_size: int, name: str, values: tuple[Any, ...], overlap: int) -> Told:
+def _set(rank: int, world_size: int, name: str, values: tuple[Any, ...]) -> Told:
     """A setting changes in the second window, to each rank's own value; error, and parameters before and after."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    loco = SparseLoCo(optimizer, **SPARSE, overlap_steps=overlap)
+    loco = SparseLoCo(optimizer, **SPARSE)
     said, before, starts = "", flat(net), torch.zeros(0)
-    for step in range(5 + overlap):
+    for step in range(5):
         gradient(net, rank, step)
         if step == 4:
             optimizer.param_groups[0][name] = values[rank]
@@ -38,7 +38,6 @@ def _set(rank: int, world_size: int, name: str, values: tuple[Any, ...], overlap
     assert loco.state is not None
     assert torch.equal(starts, loco.state.start)
     assert loco.progress.in_window > 0
-    assert not loco.progress.under_way
     loco.close()
     return said, before, flat(net)
 
@@ -52,7 +51,7 @@ def _set(rank: int, world_size: int, name: str, values: tuple[Any, ...], overlap
 def test_settings_that_differ_are_an_error_on_every_rank_and_nothing_is_folded(
     run_ranks: Any, name: str, values: tuple[Any, ...], told: str
 ) -> None:
-    for said, before, after in run_ranks(_set, 2, name, values, 0, timeout=60):
+    for said, before, after in run_ranks(_set, 2, name, values, timeout=60):
         assert f"must have the same settings on all ranks, got {told}" in said
         assert torch.equal(before, after)
 
@@ -64,7 +63,7 @@ def test_settings_that_differ_are_an_error_on_every_rank_and_nothing_is_folded(
 def test_settings_that_no_optimizer_can_train_with_are_an_error(
     run_ranks: Any, name: str, value: Any, told: str
 ) -> None:
-    for said, *_ in run_ranks(_set, 2, name, (value, value), 0, timeout=60):
+    for said, *_ in run_ranks(_set, 2, name, (value, value), timeout=60):
         assert told in said
 
 

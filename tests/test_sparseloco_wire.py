@@ -115,9 +115,6 @@ def test_block_length_follows_from_the_density(density: float, quota: tuple[int,
         ({"bits": 3}, "`bits` must be None, 2, 4 or 8, got 3"),
         ({"error_decay": 1.5}, "`error_decay` must be a number"),
         ({"average": "median"}, '`average` must be None, "all", "geometric" or "senders"'),
-        ({"return_density": 2}, r"`return_density` must be a number in \(0, 1\], or None, got 2"),
-        ({"device": "nowhere"}, "`device` must be None or name a device"),
-        ({"overlap_steps": 30}, "`overlap_steps` must be less than sync_every=30"),
     ],
 )
 def test_a_wrong_option_is_told_with_its_rule(options: dict[str, object], complaint: str) -> None:

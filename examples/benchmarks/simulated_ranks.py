@@ -424,7 +424,7 @@ class SparseLoCoRanks(Ranks):
     def _exchanged(self) -> int:
         """Bytes of the exchanges that have ended since the last question."""
         progress = self.wrappers[0].progress
-        before, self.ended = self.ended, progress.exchanges - progress.under_way
+        before, self.ended = self.ended, progress.exchanges
         opening = OPENING_BYTES * (self.world_size - 1)
         return (self.ended - before) * (self.wrappers[0].bytes_per_exchange() + opening)
 
@@ -446,4 +446,4 @@ class SparseLoCoRanks(Ranks):
         """The reverse of :meth:`state_dict`."""
         self.turns.each(lambda rank: self.wrappers[rank].load_state_dict(state_dict))
         progress = self.wrappers[0].progress
-        self.ended = progress.exchanges - progress.under_way
+        self.ended = progress.exchanges

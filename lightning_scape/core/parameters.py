@@ -207,12 +207,11 @@ class Parameters:
             for p, group in zip(self.local, self.groups, strict=True)
         ]
 
-    def problem(self, param_groups: Sequence[dict[str, Any]], **places: torch.device | str | None) -> str | None:
+    def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
         """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold.
 
         Args:
             param_groups: the groups.
-            places: options that say on which device a state lives, by name; None is the parameters' own.
         """
         for group in param_groups:
             if (found := problem_of_group(group)) is not None:
@@ -225,12 +224,6 @@ class Parameters:
         for name, parameter in zip(self.names, self.local, strict=True):
             if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
                 return found
-        for option, place in places.items():
-            if place is not None and torch.device(place).type not in ("cpu", self.device.type):
-                return (
-                    f"`{option}` must be 'cpu' or the parameters' device, a {self.device.type!r} one, got"
-                    f" {str(place)!r}. Leave it out, or put the model there."
-                )
         return None
 
 

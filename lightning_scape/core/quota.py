@@ -34,7 +34,7 @@ def check_local_group_size(size: object) -> None:
 
 
 @functools.lru_cache(maxsize=64)  # each step asks
-def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
+def quota_for(sparsity: float) -> Quota:
     """Block length and quota for a sparsity.
 
     The largest B <= 256 for which ``rho * B`` is whole; where there is none, the B <= 256 that comes closest to the
@@ -48,8 +48,6 @@ def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
     Quota(block_size=1000, sent=1)
     """
     density = density_of(sparsity)
-    if block_size is not None:
-        return Quota(block_size, max(1, round(density * block_size)))
     if density * MAX_BYTE_BLOCK < 1:
         return Quota(min(MAX_BLOCK, round(1 / density)), 1)
     lengths = range(MAX_BYTE_BLOCK, 0, -1)

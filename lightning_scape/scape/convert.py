@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -57,10 +56,9 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
                 )
         of_l2 = isinstance(optimizer, torch.optim.Adam) and not group.get("decoupled_weight_decay")
         if of_l2 and group["weight_decay"]:
-            warnings.warn(
-                f"Adam's weight_decay={group['weight_decay']} is an L2 term in the gradient; SCAPE decays weights"
-                " decoupled, as AdamW does, with the same value. Use AdamW to say so, or set it to 0.",
-                stacklevel=4,
+            raise ValueError(
+                f"`weight_decay` of Adam must be 0, got {group['weight_decay']}: there it is an L2 term in the"
+                " gradient, and SCAPE decays weights decoupled. Use torch.optim.AdamW, or set it to 0."
             )
     if any(is_sharded(value) for entry in optimizer.state.values() for value in entry.values()):
         raise ValueError(

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-import torch
-
 from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
 from lightning_scape.wire.blocks import Wire
 
@@ -58,25 +56,8 @@ class SparseLoCoConfig:
     """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
     a rank sends ``2 k (N-1)/N`` entries. ``"gathered"``: by every rank, which gets all messages (the authors' way);
     a rank sends ``k (N-1)``, and nothing waits at an owner. None is gathered on up to 4 ranks, where it trains better
-    for the same bytes (docs/results.md). It is sharded on more, with ``return_density``, and, on more than two ranks,
-    where everything is sent."""
-
-    return_density: float | None = None
-    """Where the reduction is sharded, the share of the entries that come back, in (0, 1]; None is ``density``. Ranks
-    choose different entries: what they send in a window is up to N times ``density``. The owners keep what does not
-    fit, for later windows."""
-
-    block_size: int | None = None
-    """Block length B, up to 65,536. None takes the largest B <= 256 for which ``density * B`` is a whole number, and
-    ``4 / density`` below a density of 1/64."""
-
-    device: torch.device | str | None = None
-    """Where the starting point and the error feedback live (8 bytes a parameter); None is the parameters' own device.
-    ``"cpu"`` keeps them in page-locked host memory, and copies them in parts, asynchronously."""
-
-    overlap_steps: int = 0
-    """Inner steps beside which the exchange runs, less than ``sync_every``. 0: the exchange is waited for. More than 0
-    takes another copy of the parameters."""
+    for the same bytes (docs/results.md). It is sharded on more, and, on more than two ranks, where everything
+    is sent."""
 
     max_skipped: int = 10
     """A window in which some rank's parameters become inf or NaN is dropped on all ranks. So many in a row raise an
@@ -95,18 +76,16 @@ class SparseLoCoConfig:
     """With ``local_group_size`` above 1: free gathered parameters between forward and backward."""
 
     def __post_init__(self) -> None:
-        for name, least in (("sync_every", 1), ("overlap_steps", 0), ("max_skipped", 1), ("check_replicas_every", 0)):
+        for name, least in (("sync_every", 1), ("max_skipped", 1), ("check_replicas_every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` must be a whole number >= {least}, got {value!r}. Pass an int.")
-        if self.overlap_steps >= self.sync_every:
-            raise ValueError(
-                f"`overlap_steps` must be less than sync_every={self.sync_every}, got {self.overlap_steps}: an exchange"
-                " has to end before the next one begins. Lower it, or raise `sync_every`."
-            )
         _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "0.015625 is the authors'")
-        back = self.density if self.return_density is None else self.return_density
-        _check_range("return_density", back, 0 < _number(back) <= 1, "in (0, 1], or None", "None is `density`")
+        if SMALLEST_QUOTA / self.density > MAX_BLOCK:
+            raise ValueError(
+                f"`density` must be at least {SMALLEST_QUOTA / MAX_BLOCK:g}, got {self.density!r}. Raise it, or"
+                " exchange less often."
+            )
         _check_range("error_decay", self.error_decay, 0 <= _number(self.error_decay) <= 1, "in [0, 1]", "0.95 is usual")
         _check_range("outer_lr", self.outer_lr, 0 < _number(self.outer_lr) < math.inf, "> 0", "1 is usual")
         if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
@@ -121,45 +100,16 @@ class SparseLoCoConfig:
                 f'`reduction` must be None, "sharded" or "gathered", got {self.reduction!r}. None chooses by the number'
                 " of ranks."
             )
-        self._check_block_size()
         check_local_group_size(self.local_group_size)
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(
                 f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}. Pass a bool; True"
                 " if unsure."
             )
-        if self.device is not None:
-            try:
-                object.__setattr__(self, "device", torch.device(self.device))
-            except (RuntimeError, TypeError) as error:
-                raise ValueError(
-                    f"`device` must be None or name a device, got {self.device!r}. Use None, or 'cpu'."
-                ) from error
-
-    def _check_block_size(self) -> None:
-        size = self.block_size
-        if size is None:
-            if SMALLEST_QUOTA / self.density > MAX_BLOCK:
-                raise ValueError(
-                    f"`density` must be at least {SMALLEST_QUOTA / MAX_BLOCK:g}, got {self.density!r}. Raise it, or"
-                    " exchange less often."
-                )
-            return
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_BLOCK:
-            raise ValueError(
-                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {size!r}. None chooses it."
-            )
-        if self.density * size < 0.5:
-            raise ValueError(
-                f"`block_size` must hold at least one entry to send, got {self.density} * {size}. Use at least"
-                f" {math.ceil(1 / self.density)}, or None."
-            )
 
     @property
     def quota(self) -> Quota:
         """Block length B, and entries of a block that a rank sends, q."""
-        if self.block_size is not None:
-            return Quota(self.block_size, max(1, round(self.density * self.block_size)))
         if self.density == 1:
             return Quota(DENSE_BLOCK, DENSE_BLOCK)
         if self.density * DENSE_BLOCK < SMALLEST_QUOTA:
@@ -170,8 +120,6 @@ class SparseLoCoConfig:
         """Whether every rank gets all messages."""
         if self.reduction is not None:
             return self.reduction == "gathered"
-        if self.return_density is not None:
-            return False
         return ranks == 2 or (ranks <= GATHERED_UP_TO and self.density < 1)
 
     def averages(self, ranks: int) -> Average:
@@ -180,14 +128,6 @@ class SparseLoCoConfig:
             return self.average
         return "geometric" if self.gathers(ranks) and self.quota.sent < self.quota.block_size else "all"
 
-    @property
-    def return_quota(self) -> Quota:
-        """Block length B, and entries of a block that come back."""
-        block_size, sent = self.quota
-        if self.return_density is None:
-            return Quota(block_size, sent)
-        return Quota(block_size, min(block_size, max(1, round(self.return_density * block_size))))
-
     def message_bytes(self, blocks: int, ranks: int) -> tuple[int, int]:
         """Bytes that a rank sends in an exchange: to the owners, and to all ranks.
 
@@ -195,15 +135,12 @@ class SparseLoCoConfig:
             blocks: of all parameters.
             ranks: N.
         """
-        there, back = (Wire(*quota, self.bits).row_bytes * blocks for quota in (self.quota, self.return_quota))
-        if self.gathers(ranks):
-            return 0, there * (ranks - 1)
-        return there * (ranks - 1) // ranks, back * (ranks - 1) // ranks
+        message = Wire(*self.quota, self.bits).row_bytes * blocks
+        return (0, message * (ranks - 1)) if self.gathers(ranks) else (message * (ranks - 1) // ranks,) * 2
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers, strings and None (what a checkpoint may hold)."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: str(value) if isinstance(value, torch.device) else value for name, value in values.items()}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _number(value: object) -> float:

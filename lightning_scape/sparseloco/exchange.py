@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.comm import under_way
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.work import Work
-from lightning_scape.comm.worker import Job, Worker
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.core.tensors import piece_views
@@ -48,9 +45,7 @@ class Exchange:
     ) -> None:
         self.config, self.layout, self.comm, self._node = config, layout, comm, node
         self.wire = Wire(*config.quota, config.bits)
-        """To the owners."""
-        self.back = Wire(*config.return_quota, config.bits)
-        """Back to all ranks."""
+        """To the owners, and back to all ranks."""
         self.spans = Spans(layout, device)
         self._divisor = config.averages(comm.world_size)
         self._gathers = config.gathers(comm.world_size)
@@ -60,7 +55,7 @@ class Exchange:
 
     def allocate(self) -> LocoState:
         """The buffers of a rank, all zeros."""
-        return LocoState.allocate(self.layout, self.config.device, self.spans.device, owns=not self._gathers)
+        return LocoState.allocate(self.layout, self.spans.device, owns=not self._gathers)
 
     def run(
         self,
@@ -117,53 +112,29 @@ class Exchange:
         self._reduce(state, record)
         record.bytes_sent, record.message_seconds = self.comm.traffic.take()
 
-    def beside(
-        self,
-        state: LocoState,
-        flats: Sequence[Tensor],
-        record: ExchangeRecord,
-        place: Place,
-        settings: Settings,
-        written: Written,
-    ) -> Job | Work | None:
-        """:meth:`run` beside what follows, with copies of the parameters; returns what to wait for."""
-        state.launched = copies = [flat.clone() for flat in flats]
-        group, device = self.comm.process_group, self.spans.device
-        if device.type == "cpu" and group is not None:
-            return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings, written))
-        with self.comm.side_stream.behind_all(device):  # the device orders the messages, the CPU waits for none
-            self.run(state, copies, record, place, settings, written)
-        if device.type != "cuda":
-            return None
-        work = Work(copies[0], keeps=(state, copies, written), stream=self.comm.side_stream.on(device))
-        under_way.note(group, work)
-        return work
-
     def _sharded(self, state: LocoState, record: ExchangeRecord) -> None:
         """From ``send`` to ``outer``, by way of the owners."""
         with record.phase("send"):
-            message = self._take(self.wire, state.error)
+            message = self._take(state.error)
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("average"):
             own = message[self.layout.rows_of(self.comm.rank)]
             self._average(state.owner_error, arriving.wait(), own)
         with record.phase("return"):
-            message = self._take(self.back, state.owner_error)
+            message = self._take(state.owner_error)
             returned = self.comm.all_gather(message).wait()
         with record.phase("outer"):
             for rows in self.spans.rows(len(state.start)):
-                with self.spans.changing(state.start[rows]) as part:
-                    self.back.read(returned[rows]).add_to(part, -self.config.outer_lr)
+                self.wire.read(returned[rows]).add_to(state.start[rows], -self.config.outer_lr)
 
     def _gathered(self, state: LocoState, record: ExchangeRecord) -> None:
         """The same where every rank gets all messages, and averages them itself."""
         with record.phase("send"):
-            message = self._take(self.wire, state.error)
+            message = self._take(state.error)
             everyone = self.comm.all_gather(message).wait().view(self.comm.world_size, *message.shape)
         with record.phase("outer"):
             for rows in self.spans.rows(len(state.start)):
-                with self.spans.changing(state.start[rows]) as part:
-                    part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
+                state.start[rows] -= self.config.outer_lr * self._mean(everyone[:, rows], state.start[rows])
 
     def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place, written: Written) -> Tensor:
         """``[N, 10]``: every rank's first message, see :mod:`.phase`."""
@@ -177,9 +148,8 @@ class Exchange:
         with record.phase("outer"):
             for owed in (state.error, state.owner_error):
                 for rows in self.spans.rows(len(owed)):
-                    with self.spans.changing(state.start[rows]) as part, self.spans.changing(owed[rows]) as error:
-                        part -= self.config.outer_lr * error
-                        error.zero_()
+                    state.start[rows] -= self.config.outer_lr * owed[rows]
+                    owed[rows] = 0
 
     def _norm(self, openings: Tensor) -> tuple[Tensor, Tensor]:
         """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not.
@@ -197,7 +167,7 @@ class Exchange:
 
     def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:
         """fp32: the starting point minus the parameters."""
-        start = self.spans.reading(state.start.view(-1)[place])
+        start = state.start.view(-1)[place]
         # The ranks set out from the rounded starting point, where parameters are narrower than fp32.
         return start.to(theta.dtype).float() - theta.float()
 
@@ -207,15 +177,13 @@ class Exchange:
         decay = torch.where(finite, kept, 1.0)  # from two plain numbers it would have torch's default dtype
         for place, theta in self.spans.entries(flats):
             delta = torch.where(finite, self._delta(state, place, theta), 0.0)
-            with self.spans.changing(state.error.view(-1)[place]) as error:
-                error.mul_(decay).add_(delta)
+            state.error.view(-1)[place].mul_(decay).add_(delta)
 
-    def _take(self, wire: Wire, blocks: Tensor) -> Tensor:
+    def _take(self, blocks: Tensor) -> Tensor:
         """The message ``[rows, W]`` of a whole buffer ``[rows, B]``, a part at a time."""
-        message = torch.empty(len(blocks), wire.row_bytes, dtype=torch.uint8, device=self.spans.device)
+        message = torch.empty(len(blocks), self.wire.row_bytes, dtype=torch.uint8, device=self.spans.device)
         for rows in self.spans.rows(len(blocks)):
-            with self.spans.changing(blocks[rows]) as part:
-                message[rows] = wire.take(part)
+            message[rows] = self.wire.take(blocks[rows])
         return message
 
     def _average(self, owner_error: Tensor, received: Tensor, own: Tensor) -> None:
@@ -227,9 +195,8 @@ class Exchange:
             own: ``[R, W]``, this rank's.
         """
         for rows in self.spans.rows(len(owner_error)):
-            with self.spans.changing(owner_error[rows]) as part:
-                messages = [own if rank == self.comm.rank else message for rank, message in enumerate(received)]
-                part += self._mean([message[rows] for message in messages], part)
+            messages = [own if rank == self.comm.rank else message for rank, message in enumerate(received)]
+            owner_error[rows] += self._mean([message[rows] for message in messages], owner_error[rows])
 
     def _mean(self, messages: Iterable[Tensor], like: Tensor) -> Tensor:
         """The sum of the ranks' messages, in rank order, as blocks like ``like``, divided as ``average`` says."""
@@ -246,14 +213,9 @@ class Exchange:
         return total / (senders if self._divisor == "senders" else senders.mul_(self.comm.world_size).sqrt_())
 
     def set_out(self, state: LocoState, flats: Sequence[Tensor]) -> None:
-        """Puts the parameters at the starting point, after an overlapped exchange plus what they have moved since."""
-        since = flats if state.launched is None else state.launched
-        for (place, theta), (_, before) in zip(self.spans.entries(flats), self.spans.entries(since), strict=True):
-            start = self.spans.reading(state.start.view(-1)[place])
-            if state.launched is not None:
-                gone_on = start + (theta.float() - before.float())
-                start = torch.where(torch.isfinite(gone_on), gone_on, start)
-            theta.copy_(start)
+        """Puts the parameters at the starting point."""
+        for place, theta in self.spans.entries(flats):
+            theta.copy_(state.start.view(-1)[place])
 
     def check_starts(self, state: LocoState, names: Sequence[str]) -> None:
         """Raises on every rank if starting points differ. Collective, like the next."""
@@ -262,17 +224,13 @@ class Exchange:
 
     def check_equal(self, flats: list[Tensor], names: Sequence[str]) -> None:
         """Raises on every rank if any of the tensors differ between replicas."""
-
-        def checksum(flat: Tensor) -> Tensor:  # one at a time: all starting points would not fit on the device
-            return ops.checksum(self.spans.reading(flat))
-
-        self._node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, checksum))
+        self._node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, ops.checksum))
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""
         total = torch.zeros((), dtype=torch.float32, device=self.spans.device)
         for rows in self.spans.rows(len(state.error)):
-            total += self.spans.reading(state.error[rows]).square().sum()
+            total += state.error[rows].square().sum()
         return total.sqrt_()
 
     def begin_at(self, state: LocoState, flats: Mapping[int, Tensor]) -> None:

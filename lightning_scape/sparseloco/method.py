@@ -47,9 +47,8 @@ class SparseLoCoMethod(Method):
             former.close()
             vars(former.optimizer).pop(_LET_GO, None)
         options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
-        ranks, side = surroundings.process_group, surroundings.side_group
-        named = surroundings.named_parameters
-        return cls(SparseLoCo(optimizer, **options, process_group=ranks, exchange_group=side, named_parameters=named))
+        ranks, named = surroundings.process_group, surroundings.named_parameters
+        return cls(SparseLoCo(optimizer, **options, process_group=ranks, named_parameters=named))
 
     @classmethod
     @override
@@ -63,7 +62,7 @@ class SparseLoCoMethod(Method):
 
     @override
     def drain(self) -> None:
-        self.loco.drain()
+        return
 
     @override
     def give_back(self) -> None:
@@ -83,7 +82,7 @@ class SparseLoCoMethod(Method):
     @override
     def progress(self) -> Progress:
         now = self.loco.progress
-        return Progress(now.steps, now.exchanges, now.exchanges - now.under_way)
+        return Progress(now.steps, now.exchanges, now.exchanges)
 
     @override
     def stats(self) -> dict[str, float]:

@@ -7,7 +7,6 @@ key                     on other ranks  what it is
 ``owner_error.i``       the same        what owners have averaged and not yet sent back, of which each has an N-th
 ``error.r.i``           the mean        error feedback
 ``parameters.r.i``      the mean        where the rank's inner steps have led
-``launched.r.i``        the mean        likewise, when the exchange under way began; not there where none is
 ``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state; its other values are facts of the rank
 ======================= =============== ================================================================================
 
@@ -138,8 +137,6 @@ def own_state(live: Live) -> OwnState:
         chunks |= live.owned("owner_error", state.owner_error)
     chunks |= live.blocks(f"error.{rank}", state.error)
     chunks |= of_flats(f"parameters.{rank}", parameters, parameters.flat)
-    if state.launched is not None:
-        chunks |= of_flats(f"launched.{rank}", parameters, state.launched)
     facts = {
         "method": METHOD,
         "config": live.config.as_dict(),
@@ -147,7 +144,6 @@ def own_state(live: Live) -> OwnState:
         "shards": live.node.world_size,
         **facts_of(parameters),
         "owns": live.owns,
-        "launched": state.launched is not None,
         "optimizer": type(live.optimizer).__name__,
         "step": live.progress["steps"],
         "progress": dict(live.progress),
@@ -256,8 +252,6 @@ def load(live: Live, given: Any) -> Loaded:
         saved.read_of_ranks(name, of_flats(name, live.parameters, each), rank, ranks)
         return [flat.to(parameter.dtype) for flat, parameter in zip(each, live.parameters.local, strict=True)]
 
-    if facts["launched"]:
-        state.launched = flats("launched")
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: starting point and owners' errors"

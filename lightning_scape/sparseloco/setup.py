@@ -7,37 +7,26 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, new_group_like, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 
-def communicators(
-    parameters: Parameters, process_group: ProcessGroup | None, overlaps: bool, exchange_group: ProcessGroup | None
-) -> tuple[Communicator, Communicator]:
+def communicators(parameters: Parameters, process_group: ProcessGroup | None) -> tuple[Communicator, Communicator]:
     """Two: between the ranks that hold the same rows, and between those of a node. Either may join one rank only.
 
     SparseLoCo works on what a rank holds of every parameter, between the ranks of all nodes that hold the same
-    (docs/design.md, 7). Collective.
+    (docs/design.md, 7).
 
     Args:
         parameters: plain ones, or DTensors.
         process_group: the ranks with the same rows, as the user gave them.
-        overlaps: whether exchanges run beside inner steps, in a thread of their own. Then neither inner steps nor FSDP2
-            may send anything on the same groups.
-        exchange_group: a group over the same ranks as ``process_group``, for that.
     """
-    tensors = parameters.tensors
-    node = local_shards.node_communicator(tensors)
-    if node.world_size > 1 and overlaps:
-        node = Communicator(new_group_like(node.process_group, device=parameters.device_of_first_messages))
-    if process_group is None and local_shards.holds_everything(tensors):
+    node = local_shards.node_communicator(parameters.tensors)
+    if process_group is None and local_shards.holds_everything(parameters.tensors):
         return Communicator.alone(), node
-    own = None
-    if overlaps and world_size(process_group) > 1:
-        own = exchange_group or new_group_like(process_group, device=parameters.device_of_first_messages)
-    return Communicator.of_optimizer(process_group, own_group=own), node
+    return Communicator.of_optimizer(process_group), node
 
 
 class NotCopied:
@@ -61,16 +50,13 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def problem(
-    wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None, config: SparseLoCoConfig
-) -> str | None:
+def problem(wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None) -> str | None:
     """The first rule that is broken, as rule, value and remedy; None if all hold.
 
     Args:
         wrapped: whether a SparseLoCo wraps the optimizer already.
         parameters: all that require grad.
         process_group: the ranks with the same parameters, or rows, as the user gave them.
-        config: SparseLoCo's options.
     """
     if wrapped:
         return (
@@ -84,19 +70,14 @@ def problem(
             " it before building the optimizer."
         )
     # The groups' options are the optimizer's own business. A node's size is what the parameters say.
-    return parameters.problem([], device=config.device) or local_shards.problem(
-        parameters.names, parameters.tensors, 1, process_group
-    )
+    return parameters.problem([]) or local_shards.problem(parameters.names, parameters.tensors, 1, process_group)
 
 
 def describe(optimizer: torch.optim.Optimizer, config: SparseLoCoConfig, parameters: Parameters) -> dict[str, Any]:
     """What must be the same on all ranks that hold the same parameters, or the same rows."""
-    plain = config.as_dict()
-    if config.device is not None:  # each rank has its own index
-        plain["device"] = torch.device(config.device).type
     return {
         "lightning_scape's version": __version__,
         "optimizer": type(optimizer).__name__,
-        "options": [f"{name}={value!r}" for name, value in plain.items()],
+        "options": [f"{name}={value!r}" for name, value in config.as_dict().items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
     }

@@ -1,9 +1,8 @@
-"""What a rank keeps from one exchange to the next, and how parts of it come to the device and go back."""
+"""What a rank keeps from one exchange to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +26,6 @@ class Progress:
     """Inner steps since the last exchange began."""
     exchanges: int = 0
     """Exchanges that have begun."""
-    under_way: bool = False
-    """Whether an exchange runs beside inner steps."""
-    norm: float = 0.0
-    """Norm of the exchange under way; set when a checkpoint is made."""
 
 
 class Written(NamedTuple):
@@ -60,26 +55,13 @@ class LocoState:
     """``[blocks, B]``: e, what this rank has computed and not yet sent."""
     owner_error: Tensor
     """``[R, B]``: what the owner of this shard has averaged and not yet sent back; ``[0, B]`` where nobody owns."""
-    launched: list[Tensor] | None = None
-    """Every parameter, flat, when the exchange under way began; only where it overlaps with inner steps."""
 
     @classmethod
-    def allocate(
-        cls, layout: Layout, home: torch.device | str | None, device: torch.device, owns: bool = True
-    ) -> LocoState:
-        """All zeros. Host memory is page-locked where parameters are on CUDA, so that copies need not wait.
-
-        Args:
-            layout: blocks and shards.
-            home: where the buffers live; None is ``device``.
-            device: the parameters'.
-            owns: whether ranks own shards (messages are not gathered).
-        """
-        home = device if home is None else torch.device(home)
-        pinned = home.type == "cpu" and device.type == "cuda"
+    def allocate(cls, layout: Layout, device: torch.device, owns: bool = True) -> LocoState:
+        """All zeros. ``owns``: whether ranks own shards (messages are not gathered)."""
 
         def zeros(rows: int) -> Tensor:
-            return torch.zeros(rows, layout.block_size, dtype=torch.float32, device=home, pin_memory=pinned)
+            return torch.zeros(rows, layout.block_size, dtype=torch.float32, device=device)
 
         return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks if owns else 0))
 
@@ -87,7 +69,7 @@ class LocoState:
         """Places of the parameters, flat, that are not at the starting point. On CUDA it waits for the device."""
         found = torch.zeros(len(flats), dtype=torch.bool, device=spans.device)
         for index, place, theta in spans.entries_of(dict(enumerate(flats))):
-            found[index] |= (spans.reading(self.start.view(-1)[place]).to(theta.dtype) != theta).any()
+            found[index] |= (self.start.view(-1)[place].to(theta.dtype) != theta).any()
         places: list[int] = found.nonzero().view(-1).tolist()
         return places
 
@@ -97,8 +79,8 @@ class LocoState:
         Where it rounds to their value it stays, because it is wider than narrow parameters.
         """
         for _, place, value in spans.entries_of(flats):
-            with spans.changing(self.start.view(-1)[place]) as start:
-                start.copy_(torch.where(holds & (start.to(value.dtype) != value), value.float(), start))
+            start = self.start.view(-1)[place]
+            start.copy_(torch.where(holds & (start.to(value.dtype) != value), value.float(), start))
 
     def take_up(self, spans: Spans, written: Written, digests: Tensor) -> None:
         """Moves the starting point to what all ranks have written alike.
@@ -151,15 +133,3 @@ class Spans:
         step = max(1, self._chunk // self.layout.block_size)
         for begin in range(0, count, step):
             yield slice(begin, min(begin + step, count))
-
-    @contextmanager
-    def changing(self, part: Tensor) -> Iterator[Tensor]:
-        """A part of a buffer on the device, to be changed in place; afterwards it goes back to where it lives."""
-        there = part.to(self.device, non_blocking=True)
-        yield there
-        if there is not part:
-            part.copy_(there, non_blocking=True)
-
-    def reading(self, part: Tensor) -> Tensor:
-        """A part of a buffer on the device."""
-        return part.to(self.device, non_blocking=True)

@@ -14,9 +14,9 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.ranges import timed_range
 from lightning_scape.sparseloco.phase import Opened
 
-PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
-"""Phases of an exchange, in order; also the names of the profiler ranges (``sparseloco::fold``, ...). ``wait`` is for
-an exchange that ran beside inner steps, ``set_out`` moves the parameters."""
+PHASES = ("norm", "fold", "send", "average", "return", "outer", "set_out")
+"""Phases of an exchange, in order; also the names of the profiler ranges (``sparseloco::fold``, ...). ``set_out`` moves
+the parameters."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,12 @@ class ExchangeRecord:
     """0-dim: see :attr:`ExchangeStats.delta_norm`; not finite where the window was dropped."""
     opened: Opened | None = None
     """Every rank's first message."""
-    window: int = 0
-    """Inner steps of the window that it ends."""
     idle: bool = False
     """Whether no rank had a window, so that nothing was exchanged."""
     step: int = 0
     """Inner steps when it ended."""
     exchange: int = 0
     """Its number, from 1."""
-    error_norm: Tensor | None = None
-    """0-dim: norm of the error feedback after it; None while the feedback itself can be read."""
     message_seconds: float = 0.0
     bytes_sent: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
-from lightning_scape.comm.under_way import settle
-from lightning_scape.comm.work import Work
-from lightning_scape.comm.worker import Job
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
@@ -28,7 +25,7 @@ from lightning_scape.sparseloco.writes import Writes
 
 
 class Windows:
-    """Counts the steps of a window; begins an exchange when it is over, and ends it ``overlap_steps`` later.
+    """Counts the steps of a window; exchanges when it is over.
 
     Args:
         optimizer: the inner one.
@@ -56,9 +53,6 @@ class Windows:
         self.progress = Progress()
         self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == node.rank == 0)
         self._writes = Writes(parameters, self.exchange.spans, comm)
-        self._job: Job | Work | None = None
-        self._record: ExchangeRecord | None = None
-        """The record of the exchange under way."""
         self._ended: ExchangeRecord | None = None
         """The record of the last exchange that has ended."""
         self._stats: ExchangeStats | None = None
@@ -75,7 +69,6 @@ class Windows:
         self._judge()
         if self.state is None:
             self._parameters.flatten()
-            self.wait_for_others()
             self.exchange.check_equal(self._parameters.flat, self._parameters.names)
             self.state = self.exchange.allocate()
             self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
@@ -86,17 +79,13 @@ class Windows:
             self._judge()
 
     def after_step(self) -> None:
-        """Counts the inner step; ends and begins exchanges when their time has come."""
-        progress, config = self.progress, self._config
+        """Counts the inner step; exchanges when its time has come."""
+        progress = self.progress
         self._writes.note_step()
         progress.steps += 1
         progress.in_window += 1
-        if progress.under_way and progress.in_window >= config.overlap_steps:
-            self._finish()
-        if progress.in_window >= config.sync_every:
-            self._launch()
-            if not config.overlap_steps:
-                self._finish()
+        if progress.in_window >= self._config.sync_every:
+            self._exchange()
 
     def end(self) -> None:
         """Ends the window that has begun, if any. Collective."""
@@ -110,7 +99,7 @@ class Windows:
 
     def _look(self, state: LocoState) -> dict[int, Tensor]:
         """What others than the optimizer have written since the last step or exchange, by place."""
-        return self._writes.look(state, in_window=self.progress.in_window > 0 or self.progress.under_way)
+        return self._writes.look(state, in_window=self.progress.in_window > 0)
 
     def _end(self, changed: bool = False, written: Mapping[int, Tensor] = {}) -> None:  # noqa: B006 - not changed
         """Exchanges at once if a window has begun on any rank. All of them learn which from the first message.
@@ -120,83 +109,49 @@ class Windows:
                 all ranks raise an error afterwards.
             written: parameters that are no part of the window: they were written after its last step.
         """
-        state, progress, record = self.state, self.progress, ExchangeRecord()
-        assert state is not None
-        if progress.under_way:
-            self._finish()
-        self.wait_for_others()
-        self._parameters.flatten()
-        self._writes.leave_out(state, written)
-        kept = self._writes.take()
-        self.exchange.run(state, self._parameters.flat, record, *self._here(changed), kept, unless_idle=True)
-        if record.idle:
-            self._opened = record.opened
-        else:
-            self._begin(record)
-            self._finish()
-
-    # --------------------------------------------------------------------------------------------- one exchange
-
-    def _launch(self) -> None:
-        """Begins an exchange: beside the next steps, or at once."""
         state = self.state
         assert state is not None
         self._parameters.flatten()
-        flats, record = self._parameters.flat, ExchangeRecord()
-        place = (*self._here(phase.changed(self._parameters, self._optimizer.param_groups)), self._writes.take())
-        if not self._config.overlap_steps:
-            self.exchange.run(state, flats, record, *place)
-            self._begin(record)
-            return
-        self._begin(record)
-        if self._ended is not None and self._stats is None:
-            self._ended.error_norm = self.exchange.error_norm(state)  # someone may ask for it until this one has ended
-        self._job = self.exchange.beside(state, flats, record, *place)
+        self._writes.leave_out(state, written)
+        self._exchange(changed, unless_idle=True)
 
-    def _here(self, changed: bool) -> tuple[Place, Settings]:
-        settings, now = Settings.of(self._optimizer, self._parameters.groups), self.progress
-        return Place(now.steps, now.in_window, changed, self._comm.number + 1, settings.digest), settings
+    # --------------------------------------------------------------------------------------------- one exchange
 
-    def _begin(self, record: ExchangeRecord) -> None:
-        """Counts an exchange that begins; with it a window ends."""
-        self._record, record.window = record, self.progress.in_window
-        self.progress.in_window = 0
-        self.progress.exchanges += 1
-        self.progress.under_way = True
+    def _exchange(self, changed: bool | None = None, unless_idle: bool = False) -> None:
+        """Ends the window: parameters move to the new starting point, which all ranks share.
 
-    def _finish(self) -> None:
-        """Ends the exchange under way: parameters move to the new starting point, which all ranks share."""
-        state, record = self.state, self._record
+        Args:
+            changed: see :meth:`_end`; None: to be found out.
+            unless_idle: not if no rank has begun a window.
+        """
+        state, progress, record = self.state, self.progress, ExchangeRecord()
         assert state is not None
-        assert record is not None
-        with record.phase("wait"):
-            self._wait(record)
+        self._parameters.flatten()
+        if changed is None:
+            changed = phase.changed(self._parameters, self._optimizer.param_groups)
+        here, written = self._here(changed), self._writes.take()
+        self.exchange.run(state, self._parameters.flat, record, *here, written, unless_idle=unless_idle)
+        self._opened = record.opened
+        if record.idle:
+            return
+        progress.in_window = 0
+        progress.exchanges += 1
         with record.phase("set_out"):
             self._parameters.flatten()
             self.exchange.set_out(state, self._parameters.flat)
             self._writes.note_step()
-        state.launched = None
-        self.progress.under_way = False
-        self._record, self._ended, self._stats = None, record, None
-        record.step, record.exchange = self.progress.steps, self.progress.exchanges
+        self._ended, self._stats = record, None
+        record.step, record.exchange = progress.steps, progress.exchanges
         every = self._config.check_replicas_every
-        if every and self.progress.exchanges % every == 0:
-            self.wait_for_others()
+        if every and progress.exchanges % every == 0:
             self.exchange.check_starts(state, self._parameters.names)
         self.dropped.note(record.norm)
-        self._opened = record.opened
         if record.norm.device.type != "cuda":
             self._judge()
 
-    def _wait(self, record: ExchangeRecord) -> None:
-        job, self._job = self._job, None
-        try:
-            if job is not None:
-                job.wait()
-        except BaseException:  # nothing was folded: the window goes on
-            self.progress.in_window += record.window
-            self.progress.under_way, self._record = False, None
-            raise
+    def _here(self, changed: bool) -> tuple[Place, Settings]:
+        settings, now = Settings.of(self._optimizer, self._parameters.groups), self.progress
+        return Place(now.steps, now.in_window, changed, self._comm.number + 1, settings.digest), settings
 
     def _judge(self) -> None:
         """Looks how the last exchange went: whether all ranks were at the same step, and their parameters finite."""
@@ -206,21 +161,12 @@ class Windows:
         if self.dropped.judge():
             clear_nonfinite(self._optimizer)
 
-    def drain(self) -> None:
-        """Waits for an exchange that runs beside the steps."""
-        if self._job is not None:
-            self._job.wait()
-
-    def wait_for_others(self) -> None:
-        """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
-        settle(self._comm.process_group)
-
     def stats(self) -> ExchangeStats | None:
         """Figures of the last exchange that has ended; None before the first."""
         ended, state = self._ended, self.state
         if self._stats is None and ended is not None:
             assert state is not None
-            norm = self.exchange.error_norm(state) if ended.error_norm is None else ended.error_norm
+            norm = self.exchange.error_norm(state)
             sent, dropped = self.exchange.wire.sent, self.dropped.total
             dense = all_reduce_bytes(self._parameters.local, self._comm.world_size)
             self._stats = ExchangeStats.of(ended, self._layout, sent, dense, float(norm), dropped)
@@ -230,7 +176,6 @@ class Windows:
 
     def rest(self) -> None:
         """Before the state is saved: nothing is on its way, and what is known of the last exchange is up to date."""
-        self.drain()
         if self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
             self._restored = [flat.clone() for flat in self._parameters.flat]
@@ -240,9 +185,6 @@ class Windows:
             self._judge()
             self._look(self.state)
             self._writes.resolve(self.state)
-        if self.progress.under_way:
-            assert self._record is not None
-            self.progress.norm = float(self._record.norm)
 
     def resume(
         self,
@@ -259,13 +201,10 @@ class Windows:
             dropped: windows in a row, and in all.
             parameters: this rank's own, flat; None: the model's stay, all or this one.
         """
-        self._job = self._record = self._ended = self._stats = self._opened = None
+        self._ended = self._stats = self._opened = None
         self._writes.forget()
         self.state = state
         vars(self.progress).update(vars(Progress(**progress)))
-        if self.progress.under_way:
-            self._record = ExchangeRecord()
-            self._record.norm = torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu")
         self.dropped.forget()
         self.dropped.in_row, self.dropped.total = dropped
         self._restored = parameters
@@ -293,7 +232,6 @@ class Windows:
         state = self.state
         if restored is None or state is None:
             return
-        self.wait_for_others()
         self._parameters.flatten()
         flats, names = self._parameters.flat, self._parameters.names
         if not (changed := _changed_since(flats, restored, (self._comm, self._node))):
@@ -301,9 +239,6 @@ class Windows:
         theirs = {place: flats[place] for place in changed}
         self.exchange.check_equal([*theirs.values()], [names[place] for place in changed])
         self.exchange.begin_at(state, theirs)
-        if state.launched is not None:
-            for place, flat in theirs.items():
-                state.launched[place].copy_(flat)
         told = [names[place] for place in changed if restored[place] is not None]
         if told and self._comm.rank == self._node.rank == 0:
             warnings.warn(
@@ -321,13 +256,7 @@ class Windows:
         if self.state is None:
             return  # the first step makes the parameters the starting point
         self._parameters.flatten()
-        if self.progress.under_way:
-            weights = [flat.clone() for flat in self._parameters.flat]
-            self._finish()  # moves the parameters
-            for flat, kept in zip(self._parameters.flat, weights, strict=True):
-                flat.copy_(kept)
         self._judge()
-        self.wait_for_others()
         self.exchange.check_equal(self._parameters.flat, self._parameters.names)
         self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
         self.progress.in_window = 0

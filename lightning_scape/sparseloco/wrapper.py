@@ -55,15 +55,10 @@ class SparseLoCo(setup.NotCopied):
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by; None chooses.
         reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
-        return_density: share of the entries that come back from the owners.
-        block_size: block length, None for the best.
-        device: where the starting point and the error feedback live.
-        overlap_steps: inner steps beside which the exchange runs.
         max_skipped: dropped windows in a row that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
         process_group: the ranks; None is the default group (no group: one rank). For sharded parameters (DTensors of
             ``fully_shard`` over the ranks of a node): those with the same rows, one of each node.
-        exchange_group: a group of its own for overlapped exchanges; None makes one where it is needed.
         communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
         named_parameters: of the module, for error messages and checkpoints.
 
@@ -87,14 +82,9 @@ class SparseLoCo(setup.NotCopied):
         *,
         average: Average | None = None,
         reduction: Reduction | None = None,
-        return_density: float | None = None,
-        block_size: int | None = None,
-        device: torch.device | str | None = None,
-        overlap_steps: int = 0,
         max_skipped: int = 10,
         check_replicas_every: int = 1,
         process_group: ProcessGroup | None = None,
-        exchange_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
@@ -108,7 +98,7 @@ class SparseLoCo(setup.NotCopied):
         node = Communicator.alone()
         if communicator is None:
             check_joined()
-            communicator, node = setup.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
+            communicator, node = setup.communicators(self.parameters, process_group)
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
@@ -122,7 +112,7 @@ class SparseLoCo(setup.NotCopied):
             comm,
             node,
             setup.describe(optimizer, config, self.parameters),
-            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group, config),
+            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
             self.parameters.device_of_first_messages,
         )
         self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, node)
@@ -177,13 +167,8 @@ class SparseLoCo(setup.NotCopied):
 
     # ------------------------------------------------------------------------------------- life of the state
 
-    def drain(self) -> None:
-        """Waits for an exchange that runs beside the steps, so that process groups may be torn down."""
-        self.windows.drain()
-
     def close(self) -> None:
-        """Takes the hooks off the optimizer: it steps on its own from now on. What is on its way arrives first."""
-        self.windows.wait_for_others()
+        """Takes the hooks off the optimizer: it steps on its own from now on."""
         for hook in self._hooks:
             hook.remove()
         SparseLoCo._of.pop(self.optimizer, None)
@@ -268,7 +253,6 @@ class SparseLoCo(setup.NotCopied):
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        self.windows.wait_for_others()
         if not isinstance(state_dict, SavedState):
             state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)

@@ -77,7 +77,7 @@ class Writes:
             self._last.pop(place, None)
         flats = self._parameters.flat
         for _, entries, theta in self._spans.entries_of({place: flats[place] for place in written}):
-            theta.copy_(self._spans.reading(state.start.view(-1)[entries]))
+            theta.copy_(state.start.view(-1)[entries])
 
     def take(self) -> Written:
         """What was kept, for an exchange that begins."""
