@@ -49,7 +49,7 @@ def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
     state.calls, one, sent = number, torch.ones(()), masks.schedule.sent(number)
-    return Step(state, [], [], None, StepRecord(), Scale(one, one, one, one), sent)
+    return Step(state, [], [], StepRecord(), Scale(one, one, one, one), sent)
 
 
 def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:

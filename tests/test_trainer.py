@@ -874,32 +874,3 @@ def batch_norm(rank: int, world_size: int, synchronized: bool) -> str:
 def test_sync_batchnorm_puts_its_layers_in(run_ranks: Any) -> None:
     assert run_ranks(batch_norm, 2, False)[0] == "BatchNorm1d"
     assert run_ranks(batch_norm, 2, True)[0] == "SyncBatchNorm"
-
-
-class Loads(Regression):
-    loaded = 0
-
-    def train_dataloader(self) -> Any:
-        self.loaded += 1
-        return loader()
-
-
-RUNS = [
-    ({"max_epochs": None, "max_steps": 4}, 4),
-    ({"max_epochs": 2}, 2 * BATCHES),
-    ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4),
-    ({"max_epochs": 999, "max_time": {"seconds": 1}}, 1000),
-]
-
-
-def warm_ups(rank: int, world_size: int) -> list[tuple[int, int]]:
-    found = []
-    for options, _ in RUNS:
-        trainer, model = make_trainer(ScapeStrategy(sparsity=0.9, update="adams"), **options), Loads()
-        trainer.fit(model)
-        found.append((trainer.optimizers[0].schedule.warmup_steps, model.loaded))
-    return found
-
-
-def test_the_warm_up_of_adams_is_1000_steps_or_a_shorter_run_whose_data_is_loaded_once(run_ranks: Any) -> None:
-    assert run_ranks(warm_ups, 2) == [[(steps, 1) for _, steps in RUNS]] * 2
