@@ -184,7 +184,7 @@ def execute(run: Run, out: Path, device: str) -> dict[str, Any]:
     if snapshot.exists():
         training.load(snapshot)
         print(f"{run.name}: goes on from step {training.step}")
-    return training.go(snapshot, every=max(1, run.steps // 20), seconds_between=120)
+    return training.go(snapshot, every=run.steps // 20 or run.steps, seconds_between=120)
 
 
 def execute_all(runs: list[Run], rows: record.Rows, origin: dict[str, Any], args: argparse.Namespace) -> None:
