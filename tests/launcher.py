@@ -14,7 +14,6 @@ import multiprocessing.forkserver
 import os
 import pickle
 import runpy
-import shutil
 import sys
 import time
 import traceback
@@ -23,17 +22,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from poison import poisoned_empty
 from torch.distributed.device_mesh import DeviceMesh
 
 TESTS = Path(__file__).resolve().parent
-
-needs_compiler = pytest.mark.skipif(
-    not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile on a CPU needs a C++ compiler (g++, or CXX)"
-)
 
 
 class RankError(RuntimeError):

@@ -274,11 +274,8 @@ def check(path: Path) -> None:
             f"The checkpoint {str(path)!r} must have checksums, got one that was saved after"
             " torch.serialization.set_crc32_options(False). Load it by torch.load, and save it again with them."
         )
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:  # of a damaged file, zipfile raises many kinds
-        raise _damage(path, error) from error
+    with _archive(path) as archive:
+        damaged = archive.testzip()
     if damaged is not None:
         raise _damage(path, f"{damaged} is not as it was written")
 
@@ -295,17 +292,24 @@ def check_ends(path: Path) -> list[zipfile.ZipInfo]:
                 f"The checkpoint {str(path)!r} must have checksums, got one of torch's old format, which has none. Load"
                 " it by torch.load, and save it again by torch.save."
             )
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except Exception as error:
-        raise _damage(path, error) from error
+    with _archive(path) as archive:
+        records = archive.infolist()
     if not records or min(each.header_offset for each in records):  # the end of an archive inside it
         raise _damage(path, "its end is missing")
     # Torch compresses none, and reads none well. Of one that says it is a folder it reads nothing, without an error.
     if any(each.compress_type or each.external_attr or each.is_dir() for each in records):
         raise _damage(path, "a record is compressed, or a folder")
     return records
+
+
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The file, opened; whatever goes wrong inside is damage: of a damaged file, zipfile raises many kinds."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except Exception as error:
+        raise _damage(path, error) from error
 
 
 def _damage(path: Path, what: object) -> CheckpointError:

@@ -218,10 +218,10 @@ def consolidate(path: Path) -> dict[Any, Any]:
         whole: dict[Any, Any] = files.load_file(path)
         return whole
     directory = Directory(path, Communicator.alone())
-    content = opened(directory)
-    for where, state in directory.states().items():
+    content, states = dict(directory.rest), directory.states()
+    for where, state in states.items():
         put(content, where, whole_state(state))
-    return {**content, RNG: directory.rng()} if directory.states() else content
+    return {**content, RNG: directory.rng()} if states else content
 
 
 def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:

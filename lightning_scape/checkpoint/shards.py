@@ -295,6 +295,11 @@ class SavedState(dict[str, Any]):
                 " needs. Load it into the model that it was saved from."
             )
 
+    def read_all(self, chunks: Mapping[str, Chunk]) -> None:
+        """The same for each chunk, by its key."""
+        for key, chunk in chunks.items():
+            self.read(key, chunk)
+
     def whole(self, key: str) -> Tensor:
         """One whole tensor, in host memory.
 

@@ -234,21 +234,20 @@ class Communicator:
             pairs.let_senders_finish()
 
     @classmethod
-    def of_optimizer(cls, process_group: ProcessGroup | None, own_group: ProcessGroup | None = None) -> Self:
+    def of_optimizer(cls, process_group: ProcessGroup | None) -> Self:
         """The messages of one more optimizer over a group's ranks, on a group that no other code uses. Collective.
 
         Args:
             process_group: the data-parallel ranks; None is the default group.
-            own_group: over the same ranks, for optimizers alone; None makes one.
         """
-        base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
+        base = process_group or (dist.group.WORLD if is_distributed() else None)
         if base is None or world_size(base) == 1:
-            return cls(own_group or process_group)
+            return cls(process_group)
         number = next(_numbers.setdefault(base, itertools.count()))
         if not pairs.by_gloo(base):
-            return cls(own_group or process_group, number)
+            return cls(process_group, number)
         if base not in _of_steps:
-            _of_steps[base] = own_group or new_group_like(process_group), Padding()
+            _of_steps[base] = new_group_like(process_group), Padding()
         group, padding = _of_steps[base]
         return cls(group, number, padding)
 

@@ -167,7 +167,7 @@ def start_equal(module: nn.Module) -> None:
     broadcast_tensors(state)
 
 
-def check_apart(optimizers: Sequence[Optimizer], more: str = "") -> None:
+def check_apart(optimizers: Sequence[Optimizer]) -> None:
     """Raises ``ValueError`` where two optimizers train the same parameter, for a method with local steps.
 
     Each would exchange it from a starting point of its own, and undo what the other one has done since.
@@ -179,7 +179,7 @@ def check_apart(optimizers: Sequence[Optimizer], more: str = "") -> None:
                 raise ValueError(
                     f"With local steps each parameter must have one optimizer, got one of shape"
                     f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. Give what they"
-                    f" share to one of them, or take ScapeStrategy.{more}"
+                    f" share to one of them, or take ScapeStrategy."
                 )
 
 

@@ -31,7 +31,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     def __init__(self, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
         self._attached: list[Method] = []
-        """The attached method that steps first."""
         self._attaching = False
         self._steps: float | None = None
         """Steps of the run, if known; set when the training starts."""

@@ -205,8 +205,7 @@ def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence
 
     for name, tensor in _shard(state).items():
         if name in facts["tensors"]:
-            for key, chunk in old(_owned(engine, name, tensor)).items():
-                saved.read(key, chunk)
+            saved.read_all(old(_owned(engine, name, tensor)))
     rank, ranks = engine.comm.rank, layout.world_size
     saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
     if facts["ranks"] != ranks:

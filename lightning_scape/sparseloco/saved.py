@@ -75,6 +75,11 @@ class Live:
         """Whether ranks own shards: messages are not gathered."""
         return len(self.state.owner_error) > 0
 
+    @property
+    def by_number(self) -> dict[int, Tensor]:
+        """The inner optimizer's parameters, by the numbers of its state dict."""
+        return dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
+
     def blocks(self, name: str, blocks: Tensor) -> dict[str, Chunk]:
         """All entries of a tensor of blocks, by parameter."""
         return of_blocks(name, self.parameters, self.layout, blocks, self.layout.everything().pieces)
@@ -241,8 +246,7 @@ def load(live: Live, given: Any) -> Loaded:
     saved, facts, state, ranks = given, given.facts, live.state, live.ranks
     notes = _check(live, saved)
     rank, before = live.communicator.rank, facts["ranks"]
-    for key, chunk in live.blocks("start", state.start).items():
-        saved.read(key, chunk)
+    saved.read_all(live.blocks("start", state.start))
     saved.read_of_ranks("error", live.blocks("error", state.error), rank, ranks)
     if facts["owns"]:
         _carry_owed(live, saved)
@@ -283,12 +287,10 @@ def _carry_owed(live: Live, saved: SavedState) -> None:
     """Takes up what the owners owe."""
     state = live.state
     if live.owns:
-        for key, chunk in live.owned("owner_error", state.owner_error).items():
-            saved.read(key, chunk)
+        saved.read_all(live.owned("owner_error", state.owner_error))
         return
     owed = torch.zeros_like(state.start)
-    for key, chunk in live.blocks("owner_error", owed).items():
-        saved.read(key, chunk)
+    saved.read_all(live.blocks("owner_error", owed))
     state.error += owed  # nobody owns: it joins every rank's error, and so their mean
 
 
@@ -298,7 +300,7 @@ def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
     replica = live.communicator.rank % facts["ranks"]
     same_node = facts["shards"] == live.node.world_size
     own = saved.own(replica * facts["shards"] + (live.node.rank if same_node else 0))
-    given = dict(enumerate(p for group in live.optimizer.param_groups for p in group["params"]))
+    given = live.by_number
 
     def tensor(index: Any, name: str) -> Tensor:
         key, parameter = f"inner.{replica}.{index}.{name}", given.get(index)
@@ -348,7 +350,7 @@ def _load_inner(live: Live, given: Mapping[str, Any]) -> Loaded:
             "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
             f" {type(live.optimizer).__name__}. Wrap AdamW, or load the model alone."
         )
-    parameters = dict(enumerate(p for group in live.optimizer.param_groups for p in group["params"]))
+    parameters = live.by_number
     state = {
         index: {name: _cut(parameters.get(index), value) for name, value in entry.items()}
         if isinstance(entry, Mapping)

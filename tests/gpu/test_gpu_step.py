@@ -21,8 +21,6 @@ from lightning_scape.ops.registry import CUDA as cuda
 from lightning_scape.scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu
-PART = 64 << 20
-"""Bytes of what is worked on at once where a kernel does not do."""
 
 
 def prepare(device: str = "cuda", size: int = 100_000, **options) -> tuple[list[torch.nn.Parameter], ScapeOptimizer]:
