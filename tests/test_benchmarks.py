@@ -131,7 +131,7 @@ def short(run_ranks: RunRanks, tmp_path: Path, script: str, *options: str) -> li
 
 def test_quality_trains_every_method_and_runs_none_again(run_ranks: RunRanks, tmp_path: Path) -> None:
     rows = short(run_ranks, tmp_path, "quality", "--jobs=0")
-    assert {row["settings"]["method"] for row in rows} == {"adamw", "adams", "scape", "sparseloco"}
+    assert {row["settings"]["method"] for row in rows} == {"adamw", "adams", "muon", "scape", "sparseloco"}
     table = (tmp_path / "quality-short.md").read_text()
     assert "| SCAPE 90% |" in table
     assert "Version " in table

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from muon_adamw import MuonAdamW
 from torch import Tensor, nn
 
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
@@ -282,29 +283,12 @@ def test_bf16_parameters_are_equal_after_an_exchange(run_ranks: Any) -> None:
     assert torch.equal(first, second)
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """The recipe of docs/sparseloco.md: matrices by Muon, all else by AdamW, as one optimizer."""
-
-    def __init__(self, params: Any, lr: float = 0.02, adamw_lr: float = 3e-3) -> None:
-        params = list(params)
-        self.muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=lr)
-        self.adamw = torch.optim.AdamW([p for p in params if p.dim() != 2], lr=adamw_lr)
-        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
-        for part, group in zip((self.muon, self.adamw), self.param_groups, strict=True):
-            part.state, part.param_groups = self.state, [group]  # new ones after a load
-            part.step()
-        return loss
-
-
 def _muon(rank: int, world_size: int) -> tuple[Tensor, Tensor, float, float]:
     """Two runs of 12 steps, the second one resumed in a window; and the loss before and after."""
     ends, saved = [], None
     for first in (0, 7):
         net = model()
-        optimizer = MuonAdamW(net.parameters())
+        optimizer = MuonAdamW(net.named_parameters(), 1e-2)
         loco = SparseLoCo(optimizer, sync_every=3, density=1 / 4)
         if saved is not None:
             net.load_state_dict(saved[0])

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -35,6 +37,9 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from muon_adamw import MuonAdamW  # noqa: E402 - an example
+
 MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
 
@@ -45,12 +50,14 @@ def build_ranks(run: Run, model: nn.Module) -> Ranks:
     if run.method == "scape":
         config = ScapeConfig(**dict(run.options))
         return SimulatedRanks(model, run.ranks, config, settings)
-    if run.method == "sparseloco":
-        return SparseLoCoRanks(model, run.ranks, settings, **dict(run.options))
     if run.method == "one-page":
         return OnePage(model, run.ranks, settings, **dict(run.options))
-    make = {"adamw": torch.optim.AdamW, "adams": AdamS}[run.method]
-    return DenseRanks(model, run.ranks, make(model.parameters(), **settings))
+    make = {"adamw": torch.optim.AdamW, "adams": AdamS, "muon": MuonAdamW}
+    if run.method == "sparseloco":
+        options = dict(run.options)
+        inner = functools.partial(make[options.pop("inner", "adamw")], **settings)
+        return SparseLoCoRanks(model, run.ranks, inner, **options)
+    return DenseRanks(model, run.ranks, make[run.method](model.named_parameters(), **settings))
 
 
 @dataclass

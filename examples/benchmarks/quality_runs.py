@@ -19,6 +19,7 @@ SIZES = {
 }
 """85M has the shape of GPT-2 small, whose other 39M parameters are an embedding of words."""
 BETAS = (0.9, 0.95)
+DENSE = {"adamw": "AdamW", "adams": "AdamS", "muon": "Muon beside AdamW"}
 TORCH_BETAS = (0.9, 0.999)
 """torch's default."""
 
@@ -41,7 +42,7 @@ class Run:
     """Everything that decides the result of a run."""
 
     method: str
-    """adamw, adams, scape or sparseloco; one-page is SCAPE as scape_simple.py has it, with a compiled model."""
+    """adamw, adams, muon, scape or sparseloco; one-page is SCAPE as scape_simple.py has it, with a compiled model."""
     task: str = "python"
     """python (a GPT of ``size`` predicts the next of ``context`` bytes), domains (each rank reads another of four kinds
     of text) or domains-even (the same, dealt out evenly), experts (domains, in each block one MLP for each kind),
@@ -60,7 +61,7 @@ class Run:
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of ScapeConfig, or of SparseLoCo."""
+    """Of ScapeConfig, or of SparseLoCo, whose optimizer is ``inner``, AdamW if nothing is said."""
 
     @property
     def of_text(self) -> bool:
@@ -89,12 +90,13 @@ class Run:
     def label(self) -> str:
         """What tells methods apart in a table: the defaults go without saying."""
         options = dict(self.options)
-        if self.method in ("adamw", "adams"):
-            return {"adamw": "AdamW", "adams": "AdamS"}[self.method]
+        if self.method in DENSE:
+            return DENSE[self.method]
         if self.method == "one-page":
             return f"SCAPE {options['sparsity']:.1%}, on one page".replace(".0%", "%")
         if self.method == "sparseloco":
-            return ", ".join([f"SparseLoCo every {options.pop('sync_every')} steps", *shown(options)])
+            inner = DENSE[options.pop("inner", "adamw")]
+            return ", ".join([f"{inner}, SparseLoCo every {options.pop('sync_every')} steps", *shown(options)])
         parts = [f"SCAPE {options.pop('sparsity'):.1%}".replace(".0%", "%")]
         if options.pop("update") == "adams":
             parts.append("AdamS's update")
@@ -190,6 +192,7 @@ def on_one_page(
 
 ADAMW: dict[str, Any] = {"method": "adamw"}
 ADAMS: dict[str, Any] = {"method": "adams"}
+MUON: dict[str, Any] = {"method": "muon"}
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
@@ -208,6 +211,7 @@ SHORT = [
     ),
     *sweep([paper(wire_dtype="fp32"), paper(wire_dtype="int4"), paper(clip_norm="local")], [2e-3], **TINY),
     *sweep([paper(sparsity_warmup_steps=600), sparseloco(2)], [2e-3], **TINY),
+    *sweep([MUON, sparseloco(2, inner="muon")], [2e-3], **TINY),
 ]
 """Every method, a few steps each: whether all works, and whether a change moves a loss."""
 FOUR_DOMAINS = [{"task": task, "steps": 10_000} for task in ("domains", "domains-even")]
@@ -221,6 +225,13 @@ SUITES: dict[str, list[Run]] = {
         *drop_in(8e-3, [4e-3, 16e-3], range(5), betas=TORCH_BETAS, **LONG),
     ],
     "0.2M": drop_in(4e-3, [2e-3, 8e-3], range(3), size="0.2M", steps=10_000, betas=TORCH_BETAS),
+    "muon": sweep(
+        [ADAMW, MUON, *(sparseloco(15, **inner) for inner in ({"inner": "muon"}, {}))],
+        [4e-3],
+        size="0.2M",
+        steps=10_000,
+        betas=TORCH_BETAS,
+    ),
     "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
     "10M": drop_in(5e-4, size="10M", steps=4000, **LARGE),
     "largest": [

@@ -381,14 +381,21 @@ class SparseLoCoRanks(Ranks):
     Args:
         model: has the initial parameters.
         world_size: N.
-        settings: lr, betas, ... of the AdamW inside.
+        make: makes a rank's optimizer, given the model's names with the rank's parameters.
         **options: of SparseLoCo.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, settings: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        make: Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
         super().__init__(model, world_size)
+        names = [name for name, _ in model.named_parameters()]
         self.replicas = [[nn.Parameter(p.detach().clone()) for p in self.parameters] for _ in range(world_size)]
-        self.optimizers = [torch.optim.AdamW(replica, **settings) for replica in self.replicas]
+        self.optimizers = [make(list(zip(names, replica, strict=True))) for replica in self.replicas]
         self.turns, self.ended, self.sent = Turns(world_size), 0, 0
 
         def wrap(rank: int) -> SparseLoCo:
