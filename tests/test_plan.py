@@ -13,7 +13,6 @@ import torch
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo, SparseLoCoConfig
 from lightning_scape.scape import cost as scape
-from lightning_scape.sparseloco import cost as sparseloco
 from lightning_scape.tools import plan
 from lightning_scape.tools.cli import main
 
@@ -69,7 +68,7 @@ def _sparseloco(rank: int, world_size: int) -> int:
 
 
 def test_bytes_of_an_exchange_are_those_that_sparseloco_counts(run_ranks: Any) -> None:
-    assert run_ranks(_sparseloco, 2) == [sparseloco.exchange_bytes(NUMELS, 2, SparseLoCoConfig())] * 2
+    assert run_ranks(_sparseloco, 2) == [SparseLoCoConfig().exchange_bytes(NUMELS, 2)] * 2
 
 
 def _measured() -> dict[tuple[str, ...], dict[str, tuple[float, float]]]:

@@ -1,7 +1,8 @@
-"""SparseLoCo under plain process groups: what it equals, what it loses (nothing) and what it sends."""
+"""SparseLoCo under plain process groups: what it equals, loses (nothing) and sends, and what it says of ranks apart."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from muon_adamw import MuonAdamW
 from torch import Tensor, nn
 
-from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
+from lightning_scape.sparseloco import SparseLoCo
+from lightning_scape.sparseloco.algorithm import MOST_DROPPED
+from lightning_scape.sparseloco.opening import facts_of
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
-SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3, "reduction": "sharded"}
+SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3}
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -50,9 +53,8 @@ def train(
 # ------------------------------------------------------------------------------------------------ what it equals
 
 
-def _averaging(rank: int, world_size: int, every: int, sgd: bool, reduction: str) -> Tensor:
-    options = {**EXACT, "sync_every": every, "reduction": reduction}
-    net, _ = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **options), sgd)
+def _averaging(rank: int, world_size: int, every: int, sgd: bool) -> Tensor:
+    net, _ = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **EXACT, sync_every=every), sgd)
     return flat(net)
 
 
@@ -71,15 +73,14 @@ def _reference(ranks: int, every: int) -> Tensor:
     return flat(nets[0])
 
 
-@pytest.mark.parametrize("reduction", ["sharded", "gathered"])
-def test_everything_sent_is_plain_averaging_of_the_parameters(run_ranks: Any, reduction: str) -> None:
-    ends = run_ranks(_averaging, 2, 3, False, reduction)
+def test_everything_sent_is_plain_averaging_of_the_parameters(run_ranks: Any) -> None:
+    ends = run_ranks(_averaging, 2, 3, False)
     torch.testing.assert_close(ends[0], _reference(2, 3), rtol=1e-5, atol=1e-6)
     assert torch.equal(ends[0], ends[1])
 
 
 def test_with_sgd_and_one_step_it_is_data_parallel_sgd(run_ranks: Any) -> None:
-    ends = run_ranks(_averaging, 2, 1, True, "sharded")
+    ends = run_ranks(_averaging, 2, 1, True)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for step in range(6):
@@ -96,86 +97,45 @@ def test_with_sgd_and_one_step_it_is_data_parallel_sgd(run_ranks: Any) -> None:
 # ------------------------------------------------------------------------------------------------ nothing is lost
 
 
-def _conservation(rank: int, world_size: int, bits: int | None, average: str) -> dict[str, Any]:
-    """Two windows, looked at from outside: the errors before and after the second, and the starting points."""
-    seen: dict[str, Any] = {}
+def _sent(rank: int, world_size: int, bits: int | None, average: Any) -> dict[str, Any]:
+    """Two windows, looked at from outside: what was there, was sent and is left in the second, and where it led."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    options = {**SPARSE, "bits": bits, "average": average}
-    loco = SparseLoCo(optimizer, **options, error_decay=1.0)
-    exchange = loco.exchange
+    loco = SparseLoCo(optimizer, **{**SPARSE, "bits": bits, "average": average}, error_decay=1.0)
+    wire, seen = loco.algorithm.wire, {}
+
+    def watched(blocks: Tensor, take: Any = wire.take) -> Tensor:
+        there = blocks.clone()
+        message = take(blocks)
+        sent = torch.zeros_like(there, dtype=torch.float64)
+        entries = wire.read(message)
+        entries._replace(values=entries.values.double()).add_to(sent)
+        seen.update(there=there.double(), sent=sent, left=blocks.double())
+        return message
+
+    object.__setattr__(wire, "take", watched)
     for step in range(6):
         gradient(net, rank, step)
-        if step == 5:
-            read: list[Any] = []
-
-            def watched(blocks: Tensor, take: Any = exchange.wire.take, read: list[Any] = read) -> Tensor:
-                there = blocks.clone()
-                message = take(blocks)
-                read.append((there, message, blocks.clone()))
-                return message
-
-            object.__setattr__(exchange.wire, "take", watched)  # for both ways
+        if step == 3:
+            seen["start"] = loco.algorithm.state.start.double()  # type: ignore[union-attr]
         optimizer.step()
-    seen["taken"] = read
-    total = 0.0
-    for there, message, left in read:
-        entries = exchange.wire.read(message)
-        sent = torch.zeros_like(there, dtype=torch.float64)
-        entries._replace(values=entries.values.double()).add_to(sent)
-        total += float((sent + left.double() - there.double()).abs().max())
-    seen["lost"] = total
+    seen["end"] = loco.algorithm.state.start.double()  # type: ignore[union-attr]
     return seen
 
 
-@pytest.mark.parametrize(("bits", "average"), [(2, "all"), (None, "senders")])
-def test_what_was_sent_plus_the_error_is_what_was_computed_on_both_ways(
+@pytest.mark.parametrize(("bits", "average"), [(2, "geometric"), (4, "senders"), (None, "all")])
+def test_what_is_sent_leaves_the_error_and_its_mean_moves_all_ranks(
     run_ranks: Any, bits: int | None, average: str
 ) -> None:
-    for seen in run_ranks(_conservation, 2, bits, average):
-        assert len(seen["taken"]) == 2  # to the owners, and back
-        assert seen["lost"] == 0.0
-        for there, _, left in seen["taken"]:
-            assert not torch.equal(there, left)
-
-
-def _gathered(rank: int, world_size: int, average: str) -> tuple[Tensor, Tensor, list[Tensor], float, int, int]:
-    """One window: where it began, ended, every rank's message as blocks, entries of owners, and the bytes."""
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    loco = SparseLoCo(optimizer, sync_every=1, density=1 / 8, reduction="gathered", average=average)  # type: ignore[arg-type]
-    message = []
-    take = loco.exchange.wire.take
-
-    def watched(blocks: Tensor) -> Tensor:
-        message.append(take(blocks))
-        return message[0]
-
-    object.__setattr__(loco.exchange.wire, "take", watched)
-    gradient(net, rank, 0)
-    before = flat(net)
-    optimizer.step()
-    assert loco.state is not None
-    assert loco.stats is not None
-    sent = torch.zeros_like(loco.state.error)
-    loco.exchange.wire.read(message[0]).add_to(sent)
-    pieces = loco.layout.everything().pieces
-    said = torch.cat([sent.view(-1)[piece.of_blocks(loco.layout.block_size)] for piece in pieces])
-    owed = float(loco.state.owner_error.numel())
-    return before, flat(net), [said], owed, loco.stats.bytes_total - loco.stats.bytes_norm, loco.bytes_per_exchange()
-
-
-@pytest.mark.parametrize("average", ["geometric", "senders"])
-def test_gathered_messages_are_averaged_on_every_rank(run_ranks: Any, average: str) -> None:
-    ranks = run_ranks(_gathered, 3, average)
-    said = torch.stack([messages[0] for _, _, messages, *_ in ranks])
-    senders = (said != 0).sum(dim=0).clamp(min=1)
+    ranks = run_ranks(_sent, 3, bits, average)
+    sent = torch.stack([seen["sent"] for seen in ranks])
+    senders = (sent != 0).sum(dim=0).clamp(min=1)
     count = {"all": 3, "geometric": (3 * senders).sqrt(), "senders": senders}[average]
-    for before, after, _, owed, sent, planned in ranks:
-        torch.testing.assert_close(before - after, said.sum(dim=0) / count, rtol=1e-5, atol=1e-7)
-        assert torch.equal(after, ranks[0][1])
-        assert owed == 0  # nobody owns
-        assert sent == planned
+    for seen in ranks:
+        assert torch.equal(seen["sent"] + seen["left"], seen["there"])
+        assert not torch.equal(seen["left"], seen["there"])
+        torch.testing.assert_close(seen["start"] - seen["end"], sent.sum(dim=0) / count, rtol=1e-4, atol=1e-6)
+        assert torch.equal(seen["end"], ranks[0]["end"])
 
 
 def _settled(rank: int, world_size: int, entries: int, options: dict[str, Any]) -> float:
@@ -209,18 +169,11 @@ def test_one_rank_trains_as_without_sparseloco() -> None:
 # ------------------------------------------------------------------------------------------------ what it sends
 
 
-def test_few_ranks_gather_unless_something_speaks_for_owners() -> None:
-    assert [SparseLoCoConfig().gathers(ranks) for ranks in (2, 3, 4, 5, 64)] == [True, True, True, False, False]
-    assert [SparseLoCoConfig(density=1.0).gathers(ranks) for ranks in (2, 3)] == [True, False]
-    assert not SparseLoCoConfig(reduction="sharded").gathers(2)
-    assert SparseLoCoConfig(reduction="gathered").gathers(64)
-
-
 def _sends(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    loco = SparseLoCo(optimizer, sync_every=2, reduction="sharded")
+    loco = SparseLoCo(optimizer, sync_every=2)
     sums = []
     for step in range(5):
         net.zero_grad()
@@ -230,18 +183,18 @@ def _sends(rank: int, world_size: int) -> dict[str, Any]:
         assert loco.state is not None
         sums.append(loco.state.start.double().sum().item())
     assert loco.stats is not None
-    return {"stats": loco.stats, "planned": loco.bytes_per_exchange(), "starts": sums}
+    return {"stats": loco.stats, "planned": loco.exchange_bytes, "starts": sums}
 
 
 def test_an_exchange_sends_140_times_less_than_fp32_and_what_was_planned(run_ranks: Any) -> None:
-    ranks = run_ranks(_sends, 4)
+    ranks = run_ranks(_sends, 3)
     for seen in ranks:
         stats = seen["stats"]
         assert stats.exchange == 2
-        assert stats.bytes_total - stats.bytes_norm == seen["planned"]
-        assert stats.bytes_values == stats.bytes_parameters  # k each way, whatever the number of ranks
-        assert stats.bytes_values == 3 * 256 * 256 // 64 * 14 // 8 // 4
-        assert stats.compression >= 140
+        assert stats.bytes_total == seen["planned"]
+        assert stats.bytes_norm == 2 * 40
+        assert stats.bytes_parameters == 2 * 256 * 256 // 64 * 14 // 8  # to each other rank
+        assert stats.compression >= 140 * 2 / 3  # an all-reduce sends 2 (N - 1) / N times the gradient
         assert stats.density == 1 / 64
     assert all(seen["starts"] == ranks[0]["starts"] for seen in ranks)
 
@@ -262,9 +215,7 @@ def test_small_outer_steps_add_up_where_parameters_are_bf16() -> None:
     net = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.ones_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), 2.0**-8)
-    loco = SparseLoCo(
-        optimizer, sync_every=1, outer_lr=0.25, **{k: EXACT[k] for k in ("density", "bits", "error_decay")}
-    )
+    loco = SparseLoCo(optimizer, sync_every=1, **{**EXACT, "outer_lr": 0.25})
     for _ in range(3):
         net.weight.grad = torch.ones_like(net.weight)
         optimizer.step()
@@ -334,10 +285,10 @@ def test_any_optimizer_with_a_closure_is_served() -> None:
     assert loco.progress.steps == 3
 
 
-def _dropped(rank: int, world_size: int, most: int) -> dict[str, Any]:
+def _dropped(rank: int, world_size: int) -> dict[str, Any]:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    loco = SparseLoCo(optimizer, sync_every=2, density=1 / 4, max_skipped=most)
+    loco = SparseLoCo(optimizer, sync_every=2, density=1 / 4)
     ends = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -353,33 +304,47 @@ def _dropped(rank: int, world_size: int, most: int) -> dict[str, Any]:
     return {
         "ends": ends,
         "said": [str(warning.message) for warning in caught if "window is dropped" in str(warning.message)],
-        "total": loco.dropped.total,
+        "total": loco.progress.dropped,
         "moments": bool(moments.isfinite().all()),
     }
 
 
 def test_a_window_that_is_not_finite_is_dropped_on_all_ranks_and_training_goes_on(run_ranks: Any) -> None:
-    first, second = run_ranks(_dropped, 2, 10)
+    first, second = run_ranks(_dropped, 2)
     assert first["total"] == second["total"] == 1
     assert len(first["said"]) == 1
     assert second["said"] == []
     for seen in (first, second):
         assert seen["moments"]
-        assert torch.equal(seen["ends"][3], first["ends"][3])
+        assert torch.equal(seen["ends"][3], first["ends"][1])  # where the window began
         assert bool(seen["ends"][5].isfinite().all())
     assert torch.equal(first["ends"][5], second["ends"][5])
     assert not torch.equal(first["ends"][5], first["ends"][3])
 
 
+def _always_nan(rank: int, world_size: int) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    SparseLoCo(optimizer, sync_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(MOST_DROPPED):
+            gradient(net, rank, step)
+            if rank:
+                net[0].weight.grad.fill_(math.nan)
+            optimizer.step()
+
+
 def test_too_many_dropped_windows_raise_on_every_rank(run_ranks: Any) -> None:
-    errors = run_ranks(_dropped, 2, 1, expect_errors=True)
-    assert all(isinstance(error, FloatingPointError) and "max_skipped=1" in str(error) for error in errors)
+    for error in run_ranks(_always_nan, 2, expect_errors=True):
+        assert isinstance(error, FloatingPointError)
+        assert "in 10 windows in a row" in str(error)
 
 
 def _differ(rank: int, world_size: int, what: str) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    loco = SparseLoCo(optimizer, sync_every=5 - rank if what == "options" else 1)
+    loco = SparseLoCo(optimizer, sync_every=5 - rank if what == "options" else 2)
     gradient(net, rank, 0)
     if what == "start":
         optimizer.step()
@@ -421,18 +386,219 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     kept.close()
 
 
-def _dies(rank: int, world_size: int) -> None:
+# ------------------------------------------------------------------------------------------------ ranks that are apart
+
+
+def _skips(rank: int, world_size: int, batches: int, early: bool) -> str:
+    """Rank 1 leaves one batch out, as GradScaler does with an overflow; what it is told."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    SparseLoCo(optimizer, sync_every=2)
+    loco = SparseLoCo(optimizer, **SPARSE)
+    try:
+        for step in range(batches):
+            gradient(net, rank, step)
+            if (rank, step) != (1, 1):
+                optimizer.step()
+            if early and step == 3:
+                loco.sync()
+        loco.sync()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("batches", "early", "told"),
+    [
+        (6, False, "6 (3 since the last exchange) on ranks 0, 2; 5 (2 since the last exchange) on rank 1"),
+        (9, True, "4 (1 since the last exchange) on ranks 0, 2; 3 (0 since the last exchange) on rank 1"),
+    ],
+)
+def test_ranks_that_have_taken_different_numbers_of_steps_are_told_on_every_rank(
+    run_ranks: Any, batches: int, early: bool, told: str
+) -> None:
+    """Windows ended a batch apart, and the last sync() waited until the timeout."""
+    for said in run_ranks(_skips, 3, batches, early, timeout=60):
+        assert f"must take the same number of steps, got {told}." in said
+        assert "ShardedGradScaler" in said
+
+
+def _synced(rank: int, world_size: int) -> tuple[list[Tensor], list[int], int, int]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    loco = SparseLoCo(optimizer, **SPARSE)
+    loco.sync()  # before the first step
+    ends, exchanges = [], []
+    for step in range(7):
+        gradient(net, rank, step)
+        optimizer.step()
+        if step in (2, 4, 6):
+            for _ in range(2):  # the second has nothing to do
+                loco.sync()
+                ends.append(flat(net))
+                exchanges.append(loco.progress.exchanges)
+    assert loco.stats is not None
+    return ends, exchanges, loco.stats.bytes_norm, loco.stats.bytes_total
+
+
+def test_sync_exchanges_only_what_has_begun_and_counts_its_bytes(run_ranks: Any) -> None:
+    first, second = run_ranks(_synced, 2)
+    assert first[1] == second[1] == [1, 1, 2, 2, 3, 3]
+    assert first[2] == second[2] == 40  # to one other rank
+    for mine, theirs in zip(first[0], second[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def _changes(rank: int, world_size: int, change: str) -> list[Tensor]:
+    """Changes the parameters after 4 steps of windows of 3, and wraps the optimizer anew."""
+    net, extra = model(), nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    loco, ends = SparseLoCo(optimizer, **SPARSE), []
     for step in range(4):
         gradient(net, rank, step)
-        if rank == 1 and step == 3:
-            raise KeyError("this rank's own mistake")
         optimizer.step()
+    if change == "freeze":
+        net[0].weight.requires_grad_(False)
+    else:
+        optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(ValueError, match="frozen, unfrozen and added before SparseLoCo wraps the optimizer"):
+        optimizer.step()
+    loco.sync()
+    ends.append(flat(net))
+    loco.close()
+    again = SparseLoCo(optimizer, **SPARSE)
+    for step in range(9, 12):
+        gradient(net, rank, step)
+        optimizer.step()
+    assert again.progress.exchanges == 1
+    return [*ends, flat(net)]
 
 
-def test_a_rank_that_dies_is_told_of_by_the_others(run_ranks: Any) -> None:
-    survivor, dead = run_ranks(_dies, 2, expect_errors=True, timeout=60)
-    assert isinstance(dead, KeyError)
-    assert isinstance(survivor, RuntimeError)
+@pytest.mark.parametrize("change", ["freeze", "add"])
+def test_other_parameters_are_an_error_at_the_next_step_and_the_optimizer_can_be_wrapped_anew(
+    run_ranks: Any, change: str
+) -> None:
+    first, second = run_ranks(_changes, 2, change)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def _set(rank: int, world_size: int, values: tuple[float, float]) -> str:
+    """The learning rate changes in the second window, to each rank's own value."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    loco = SparseLoCo(optimizer, **SPARSE)
+    for step in range(5):
+        gradient(net, rank, step)
+        optimizer.param_groups[0]["lr"] = values[rank] if step == 4 else 1e-2
+        optimizer.step()
+    assert loco.state is not None
+    before, start = flat(net), loco.state.start.clone()
+    with pytest.raises(ValueError, match="same settings") as error:
+        loco.sync()
+    assert torch.equal(start, loco.state.start)
+    assert torch.equal(before, flat(net))
+    return str(error.value)
+
+
+def test_settings_that_differ_are_an_error_on_every_rank_and_nothing_is_folded(run_ranks: Any) -> None:
+    for said in run_ranks(_set, 2, (0.01, 0.02), timeout=60):
+        assert "got lr of group 0 = 0.01 on rank 0; lr of group 0 = 0.02 on rank 1. " in said
+
+
+def _two(rank: int, world_size: int) -> str:
+    nets = [model(), model()]
+    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
+    locos = [SparseLoCo(optimizer, **{**SPARSE, "sync_every": 2}) for optimizer in optimizers]
+    try:
+        for step in range(4):
+            order = (0, 1) if step < 3 or rank == 0 else (1, 0)
+            for which in order:
+                gradient(nets[which], rank, step)
+                optimizers[which].step()
+    except ValueError as error:
+        assert len(locos) == 2
+        return str(error)
+    return ""
+
+
+def test_optimizers_stepped_in_another_order_are_told_apart(run_ranks: Any) -> None:
+    """Of the same shape: each took the other's message for its own, without a word."""
+    for said in run_ranks(_two, 2, timeout=60):
+        assert "got number of the SparseLoCo = 1 on rank 0; number of the SparseLoCo = 2 on rank 1. " in said
+
+
+def test_what_an_optimizer_works_out_for_itself_is_no_setting() -> None:
+    """Prodigy and its like keep a step size of each rank's own in their groups."""
+
+    class Adapts(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 1.0) -> None:
+            super().__init__(params, lr)
+            self.param_groups[0]["d"] = 1e-6
+
+    optimizer = Adapts(nn.Linear(2, 2).parameters())
+    facts = facts_of(0, optimizer, [0])
+    assert dict(facts[1:]) == {"lr of group 0": 1.0, "weight_decay of group 0": 0.0, "momentum of group 0": 0.0}
+    optimizer.param_groups[0]["d"] = 0.5
+    assert facts_of(0, optimizer, [0]) == facts
+    optimizer.param_groups[0]["lr"] = torch.tensor(2.0)
+    assert dict(facts_of(0, optimizer, [0]))["lr of group 0"] == 2.0
+
+
+# ------------------------------------------------------------------------------------------------ what others write
+
+
+def _written(rank: int, world_size: int, at: int, through_data: bool, only: bool) -> Any:
+    """Weights are replaced, alike on all ranks, after some steps; where the next exchange leads."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loco, written = SparseLoCo(optimizer, **SPARSE), [*net.parameters()][: 1 if only else None]
+    for step in range(6):
+        if step == at:
+            for parameter in written:
+                with torch.no_grad():
+                    (parameter.data if through_data else parameter).fill_(3.0)
+            optimizer.param_groups[0]["lr"] = 0.0
+        gradient(net, rank, step)
+        optimizer.step()
+    assert loco.stats is not None
+    return [parameter.detach() for parameter in written], flat(net), loco.stats.bytes_total / loco.exchange_bytes
+
+
+@pytest.mark.parametrize(
+    ("at", "through_data", "only"), [(4, False, False), (4, False, True), (3, True, False), (3, False, True)]
+)
+def test_weights_written_alike_on_all_ranks_are_where_training_goes_on(
+    run_ranks: Any, at: int, through_data: bool, only: bool
+) -> None:
+    """An exchange took them for something learned, and undid all but its largest entries."""
+    results = run_ranks(_written, 3, at, through_data, only)
+    for written, end, sent in results:
+        assert all(bool((parameter == 3.0).all()) for parameter in written)
+        assert torch.equal(end, results[0][1])
+        assert sent > 1  # they travel whole
+
+
+def _average_at_the_end(rank: int, world_size: int, in_window: bool) -> tuple[Tensor, Tensor]:
+    """Each rank's own average of its steps is written after the last one."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    loco, places = SparseLoCo(optimizer, **SPARSE), []
+    for step in range(7 if in_window else 6):
+        gradient(net, rank, step)
+        optimizer.step()
+        places.append(flat(net))
+    mean = torch.stack(places).mean(dim=0)
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(mean + 0.0, net.parameters())
+        for parameter in net.parameters():  # the line before writes through `.data`
+            parameter.mul_(1.0)
+    loco.sync()
+    return mean, flat(net)
+
+
+@pytest.mark.parametrize("in_window", [True, False])
+def test_a_run_ends_with_the_mean_of_what_was_written_after_its_last_step(run_ranks: Any, in_window: bool) -> None:
+    results = run_ranks(_average_at_the_end, 2, in_window)
+    for _, end in results:
+        torch.testing.assert_close(end, torch.stack([mean for mean, _ in results]).mean(dim=0))
+        assert torch.equal(end, results[0][1])

@@ -29,9 +29,6 @@ from lightning_scape.scape.optimizer import ScapeOptimizer
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from scape_simple import Scape  # noqa: E402 - an example
 
-OPENING_BYTES = 40
-"""Of the first message of an exchange, to each other rank: a norm, two counts, a number, three digests of 8 bytes."""
-
 
 class Meeting:
     """Where ranks hand in a value and get everyone's; between meetings one rank runs at a time, in rank order.
@@ -432,8 +429,7 @@ class SparseLoCoRanks(Ranks):
         """Bytes of the exchanges that have ended since the last question."""
         progress = self.wrappers[0].progress
         before, self.ended = self.ended, progress.exchanges
-        opening = OPENING_BYTES * (self.world_size - 1)
-        return (self.ended - before) * (self.wrappers[0].bytes_per_exchange() + opening)
+        return (self.ended - before) * self.wrappers[0].exchange_bytes
 
     def end(self) -> None:
         """Ends the exchange that runs, and the window that has begun."""

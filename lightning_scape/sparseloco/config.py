@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -10,7 +11,6 @@ from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
 from lightning_scape.wire.blocks import Wire
 
 Average = Literal["all", "geometric", "senders"]
-Reduction = Literal["sharded", "gathered"]
 BITS = (2, 4, 8)
 MAX_BLOCK = 65_536
 OF_THE_MESH = ("local_group_size", "reshard_after_forward")
@@ -18,8 +18,8 @@ OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 SMALLEST_QUOTA = 4
 """Entries that share a scale, at least, where the block length is chosen."""
 DENSE_BLOCK = 256
-GATHERED_UP_TO = 4
-"""Ranks. `gathered` sends N/2 times the bytes of `sharded`; on 4 it trains better than exchanging twice as often."""
+OPENING_BYTES = 40
+"""Of an exchange's first message, to each of the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,11 @@ class SparseLoCoConfig:
     outer_lr: float = 1.0
     """alpha, > 0: length of the outer step along the averaged pseudo-gradient."""
 
-    average: Average | None = None
+    average: Average = "geometric"
     """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"senders"``, the number n of ranks
     that sent the entry (the authors' code), or ``"geometric"``, their geometric mean sqrt(N n). Ranks choose different
-    entries, so most of the N say nothing about an entry. Where all ranks send it, all three are the mean. None is
-    ``"geometric"`` where messages are gathered, and ``"all"`` where the reduction is sharded, or everything is sent
+    entries, so most of the N say nothing about an entry. Where everything is sent, all three are the mean
     (docs/results.md)."""
-
-    reduction: Reduction | None = None
-    """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
-    a rank sends ``2 k (N-1)/N`` entries. ``"gathered"``: by every rank, which gets all messages (the authors' way);
-    a rank sends ``k (N-1)``, and nothing waits at an owner. None is gathered on up to 4 ranks, where it trains better
-    for the same bytes (docs/results.md). It is sharded on more, and, on more than two ranks, where everything
-    is sent."""
-
-    max_skipped: int = 10
-    """A window in which some rank's parameters become inf or NaN is dropped on all ranks. So many in a row raise an
-    error."""
-
-    check_replicas_every: int = 1
-    """Exchanges between two comparisons of all ranks' starting points, bit for bit; 0 compares only at the first step.
-    A comparison reads the parameters once and sends 16 bytes for each tensor; the CPU waits for it."""
 
     local_group_size: int | Literal["node"] = 1
     """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 7); ``"node"`` takes all ranks
@@ -76,10 +60,9 @@ class SparseLoCoConfig:
     """With ``local_group_size`` above 1: free gathered parameters between forward and backward."""
 
     def __post_init__(self) -> None:
-        for name, least in (("sync_every", 1), ("max_skipped", 1), ("check_replicas_every", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be a whole number >= {least}, got {value!r}. Pass an int.")
+        every = self.sync_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"`sync_every` must be a whole number >= 1, got {every!r}. Pass an int.")
         _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "0.015625 is the authors'")
         if SMALLEST_QUOTA / self.density > MAX_BLOCK:
             raise ValueError(
@@ -90,15 +73,9 @@ class SparseLoCoConfig:
         _check_range("outer_lr", self.outer_lr, 0 < _number(self.outer_lr) < math.inf, "> 0", "1 is usual")
         if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
             raise ValueError(f"`bits` must be None, 2, 4 or 8, got {self.bits!r}. None sends fp32 values.")
-        if self.average is not None and self.average not in get_args(Average):
+        if self.average not in get_args(Average):
             raise ValueError(
-                f'`average` must be None, "all", "geometric" or "senders", got {self.average!r}. None is the best'
-                " known."
-            )
-        if self.reduction is not None and self.reduction not in get_args(Reduction):
-            raise ValueError(
-                f'`reduction` must be None, "sharded" or "gathered", got {self.reduction!r}. None chooses by the number'
-                " of ranks."
+                f'`average` must be "all", "geometric" or "senders", got {self.average!r}. Leave it out if unsure.'
             )
         check_local_group_size(self.local_group_size)
         if not isinstance(self.reshard_after_forward, bool):
@@ -116,27 +93,15 @@ class SparseLoCoConfig:
             return Quota(min(MAX_BLOCK, round(SMALLEST_QUOTA / self.density)), SMALLEST_QUOTA)
         return quota_for(1 - self.density)
 
-    def gathers(self, ranks: int) -> bool:
-        """Whether every rank gets all messages."""
-        if self.reduction is not None:
-            return self.reduction == "gathered"
-        return ranks == 2 or (ranks <= GATHERED_UP_TO and self.density < 1)
-
-    def averages(self, ranks: int) -> Average:
-        """What the sum over ranks is divided by, with the default filled in."""
-        if self.average is not None:
-            return self.average
-        return "geometric" if self.gathers(ranks) and self.quota.sent < self.quota.block_size else "all"
-
-    def message_bytes(self, blocks: int, ranks: int) -> tuple[int, int]:
-        """Bytes that a rank sends in an exchange: to the owners, and to all ranks.
+    def exchange_bytes(self, numels: Iterable[int], ranks: int) -> int:
+        """Bytes that a rank sends in an exchange; exactly what the package counts.
 
         Args:
-            blocks: of all parameters.
+            numels: entries of each parameter tensor.
             ranks: N.
         """
-        message = Wire(*self.quota, self.bits).row_bytes * blocks
-        return (0, message * (ranks - 1)) if self.gathers(ranks) else (message * (ranks - 1) // ranks,) * 2
+        blocks = sum(-(-numel // self.quota.block_size) for numel in numels)
+        return (Wire(*self.quota, self.bits).row_bytes * blocks + OPENING_BYTES) * (ranks - 1)
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers, strings and None (what a checkpoint may hold)."""

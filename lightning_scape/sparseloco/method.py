@@ -13,7 +13,6 @@ from lightning_scape.core.method import Method, Progress, Surroundings
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.cost import OPENING_BYTES
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"
@@ -91,7 +90,7 @@ class SparseLoCoMethod(Method):
     @override
     def summary(self) -> str:
         loco, nodes = self.loco, self.loco.node.world_size
-        config, sent = loco.config, loco.bytes_per_exchange()
+        config, sent = loco.config, loco.exchange_bytes
         how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
@@ -100,10 +99,10 @@ class SparseLoCoMethod(Method):
     @override
     def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
         """A run ends with an exchange, however short its last window is."""
-        every, ranks = self.loco.config.sync_every, self.communicator.world_size
+        every = self.loco.config.sync_every
         began = self.loco.progress.steps - self.loco.progress.in_window  # a fit before it has ended its own last window
         exchanges = -(-(last - began) // every) - (first - began) // every
-        return exchanges * (self.loco.bytes_per_exchange() + OPENING_BYTES * (ranks - 1))
+        return exchanges * self.loco.exchange_bytes
 
     @property
     @override

@@ -4,7 +4,6 @@
 key                     on other ranks  what it is
 ======================= =============== ================================================================================
 ``start.i``             the same        where all ranks set out from
-``owner_error.i``       the same        what owners have averaged and not yet sent back, of which each has an N-th
 ``error.r.i``           the mean        error feedback
 ``parameters.r.i``      the mean        where the rank's inner steps have led
 ``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state; its other values are facts of the rank
@@ -44,8 +43,8 @@ from lightning_scape.core import local_shards
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.sparseloco.algorithm import LocoState
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.state import LocoState
 
 METHOD = "sparseloco"
 
@@ -63,17 +62,11 @@ class Live:
     optimizer: torch.optim.Optimizer
     state: LocoState
     progress: Mapping[str, Any]
-    dropped: tuple[int, int]
 
     @property
     def ranks(self) -> int:
         """Replicas."""
         return self.communicator.world_size
-
-    @property
-    def owns(self) -> bool:
-        """Whether ranks own shards: messages are not gathered."""
-        return len(self.state.owner_error) > 0
 
     @property
     def by_number(self) -> dict[int, Tensor]:
@@ -83,11 +76,6 @@ class Live:
     def blocks(self, name: str, blocks: Tensor) -> dict[str, Chunk]:
         """All entries of a tensor of blocks, by parameter."""
         return of_blocks(name, self.parameters, self.layout, blocks, self.layout.everything().pieces)
-
-    def owned(self, name: str, shard: Tensor) -> dict[str, Chunk]:
-        """The same of this rank's shard."""
-        pieces = self.layout.local(self.communicator.rank).pieces
-        return of_blocks(name, self.parameters, self.layout, shard, pieces)
 
 
 class InnerLoads:
@@ -138,8 +126,6 @@ def own_state(live: Live) -> OwnState:
     inner, chunks = _taken_apart(live.optimizer, f"inner.{rank}")
     if rank == 0:  # all have the same
         chunks |= live.blocks("start", state.start)
-    if live.owns:
-        chunks |= live.owned("owner_error", state.owner_error)
     chunks |= live.blocks(f"error.{rank}", state.error)
     chunks |= of_flats(f"parameters.{rank}", parameters, parameters.flat)
     facts = {
@@ -148,11 +134,9 @@ def own_state(live: Live) -> OwnState:
         "ranks": live.ranks,
         "shards": live.node.world_size,
         **facts_of(parameters),
-        "owns": live.owns,
         "optimizer": type(live.optimizer).__name__,
         "step": live.progress["steps"],
         "progress": dict(live.progress),
-        "dropped": list(live.dropped),
     }
     shown = {"param_groups": inner["param_groups"]}
     return OwnState(shown, facts, Part(inner, chunks))
@@ -210,7 +194,6 @@ class Loaded:
     parameters: Sequence[Tensor] | None = None
     """This rank's, flat. None: they stay."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[int, int] = (0, 0)
     notes: Sequence[str] = ()
     """Warnings for the user."""
 
@@ -248,8 +231,6 @@ def load(live: Live, given: Any) -> Loaded:
     rank, before = live.communicator.rank, facts["ranks"]
     saved.read_all(live.blocks("start", state.start))
     saved.read_of_ranks("error", live.blocks("error", state.error), rank, ranks)
-    if facts["owns"]:
-        _carry_owed(live, saved)
 
     def flats(name: str) -> list[Tensor]:
         each = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in live.parameters.local]
@@ -258,13 +239,12 @@ def load(live: Live, given: Any) -> Loaded:
 
     if before != ranks:
         notes.append(
-            f"The checkpoint was written by {before} ranks, this run has {ranks}: starting point and owners' errors"
-            " carry over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
+            f"The checkpoint was written by {before} ranks, this run has {ranks}: the starting point carries"
+            " over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
             f" optimizer's state of rank {rank % before}."
         )
     notes += changed_options(live.config.as_dict(), facts["config"], OF_THE_MESH)
-    in_row, total = facts["dropped"]
-    return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], (in_row, total), notes)
+    return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], notes)
 
 
 def _check(live: Live, saved: SavedState) -> list[str]:
@@ -281,17 +261,6 @@ def _check(live: Live, saved: SavedState) -> list[str]:
             f" {len(facts['shapes'])}: others were frozen. Freeze the same, or load the model alone."
         )
     return check_model(facts, saved["param_groups"], live.parameters, live.optimizer.param_groups)
-
-
-def _carry_owed(live: Live, saved: SavedState) -> None:
-    """Takes up what the owners owe."""
-    state = live.state
-    if live.owns:
-        saved.read_all(live.owned("owner_error", state.owner_error))
-        return
-    owed = torch.zeros_like(state.start)
-    saved.read_all(live.blocks("owner_error", owed))
-    state.error += owed  # nobody owns: it joins every rank's error, and so their mean
 
 
 def _inner(live: Live, saved: SavedState) -> dict[str, Any]:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
+from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
+from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.sparseloco import saved, setup
-from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
-from lightning_scape.sparseloco.state import LocoState
+from lightning_scape.sparseloco import saved
+from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
+from lightning_scape.sparseloco.config import Average, SparseLoCoConfig
 from lightning_scape.sparseloco.stats import ExchangeStats
-from lightning_scape.sparseloco.windows import Windows
 
 
-class SparseLoCo(setup.NotCopied):
+class SparseLoCo:
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::
@@ -36,9 +36,9 @@ class SparseLoCo(setup.NotCopied):
             optimizer.zero_grad()
         loco.sync()                         # ends a window that has begun; or use `with SparseLoCo(...):`
 
-    The exchange runs in a hook of the optimizer's ``step``. It is :meth:`~.exchange.Exchange.run`. After it all ranks
+    The exchange runs in a hook of the optimizer's ``step``: :meth:`~.algorithm.Algorithm.exchange`. After it all ranks
     hold the same parameters, bit for bit; between exchanges they differ. Every rank needs data of its own, clips the
-    norm of its own gradient, and must take the same number of steps; :meth:`sync` raises an error on all ranks where
+    norm of its own gradient, and must take the same number of steps; the exchange raises an error on all ranks where
     they have not. The optimizer's state stays each rank's own, and is not sent. Its settings (lr, betas, ...) must be
     the same when ranks exchange; else all raise an error, and nothing is folded.
 
@@ -47,16 +47,12 @@ class SparseLoCo(setup.NotCopied):
     Args:
         optimizer: any torch optimizer: dense float parameters (fp32, bf16, fp16) on one device. Those that do not
             require grad are left out for good.
-        sync_every: H. See :class:`~lightning_scape.sparseloco.SparseLoCoConfig`, as for all down to
-            ``check_replicas_every``.
+        sync_every: H. See :class:`~lightning_scape.sparseloco.SparseLoCoConfig`, as for all down to ``average``.
         density: share of the entries that a rank sends in an exchange.
         bits: of a value on the wire: 2, 4, 8 or None.
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
-        average: what the sum over ranks is divided by; None chooses.
-        reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
-        max_skipped: dropped windows in a row that raise an error.
-        check_replicas_every: exchanges between two comparisons of all ranks.
+        average: what the sum over ranks is divided by.
         process_group: the ranks; None is the default group (no group: one rank). For sharded parameters (DTensors of
             ``fully_shard`` over the ranks of a node): those with the same rows, one of each node.
         communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
@@ -80,25 +76,26 @@ class SparseLoCo(setup.NotCopied):
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         *,
-        average: Average | None = None,
-        reduction: Reduction | None = None,
-        max_skipped: int = 10,
-        check_replicas_every: int = 1,
+        average: Average = "geometric",
         process_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        given = locals()
-        options = {field.name: given[field.name] for field in fields(SparseLoCoConfig) if field.name in given}
-        self.config = config = SparseLoCoConfig(**options)
-        setup.check_optimizer(optimizer)
+        self.config = config = SparseLoCoConfig(sync_every, density, bits, error_decay, outer_lr, average)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"SparseLoCo must wrap a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one over the"
+                " parameters first: SparseLoCo(torch.optim.AdamW(model.parameters(), lr=3e-4))."
+            )
         self.optimizer = optimizer
         self.parameters = Parameters.of(optimizer.param_groups)
         self.parameters.rename(named_parameters)
         node = Communicator.alone()
         if communicator is None:
             check_joined()
-            communicator, node = setup.communicators(self.parameters, process_group)
+            node = local_shards.node_communicator(self.parameters.tensors)
+            alone = process_group is None and local_shards.holds_everything(self.parameters.tensors)
+            communicator = Communicator.alone() if alone else Communicator.of_optimizer(process_group)
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
@@ -107,16 +104,19 @@ class SparseLoCo(setup.NotCopied):
         for ranks in (comm, node, self.everyone):
             ranks.device = self.parameters.device_of_first_messages
         numels = [parameter.numel() for parameter in self.parameters.local]
-        self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
-        check_same_setup_everywhere(
-            comm,
-            node,
-            setup.describe(optimizer, config, self.parameters),
-            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
-            self.parameters.device_of_first_messages,
-        )
-        self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, node)
-        self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
+        self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, 1)
+        self.exchange_bytes = config.exchange_bytes(numels, comm.world_size)
+        """Bytes that this rank sends in an exchange."""
+        setup = {
+            "lightning_scape's version": __version__,
+            "optimizer": type(optimizer).__name__,
+            "options": [f"{name}={value!r}" for name, value in config.as_dict().items()],
+            "parameters (group, shape, strides, dtype)": self.parameters.describe(),
+        }
+        problem = self._problem(process_group)
+        check_same_setup_everywhere(comm, node, setup, problem, self.parameters.device_of_first_messages)
+        self.algorithm = Algorithm(optimizer, config, self.parameters, self.layout, comm, node)
+        self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
         self._inner = saved.InnerLoads(optimizer, self.load_state_dict)
@@ -127,6 +127,30 @@ class SparseLoCo(setup.NotCopied):
         ]
         SparseLoCo._of[optimizer] = weakref.ref(self)
 
+    def _problem(self, process_group: ProcessGroup | None) -> str | None:
+        """The first rule that is broken, as rule, value and remedy; None if all hold."""
+        names, tensors = self.parameters.names, self.parameters.tensors
+        if SparseLoCo.of(self.optimizer) is not None:
+            return (
+                "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
+                " close() first."
+            )
+        if wide := [name for name, each in zip(names, tensors, strict=True) if each.dtype == torch.float64]:
+            return (
+                f"Parameters must be fp32, bf16 or fp16, got {wide[0]} in float64: the starting point is kept in fp32."
+                " Convert it before building the optimizer."
+            )
+        # The groups' options are the optimizer's own business. A node's size is what the parameters say.
+        return self.parameters.problem([]) or local_shards.problem(names, tensors, 1, process_group)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles, in words that name what is held."""
+        raise TypeError(
+            "A SparseLoCo cannot be copied or pickled, nor what keeps it (a model, a callback): it holds process"
+            " groups. Save state_dict() and load it into one that is built anew, or copy the optimizer inside, which is"
+            " yours."
+        )
+
     @classmethod
     def of(cls, optimizer: object) -> SparseLoCo | None:
         """The one that wraps an optimizer, None if there is none."""
@@ -136,7 +160,7 @@ class SparseLoCo(setup.NotCopied):
     @property
     def state(self) -> LocoState | None:
         """Made at the first step, or by a load."""
-        return self.windows.state
+        return self.algorithm.state
 
     # ------------------------------------------------------------------------------------------- the loop
 
@@ -144,26 +168,29 @@ class SparseLoCo(setup.NotCopied):
     def _before_step(self) -> None:
         self._stepping = True
         self._consolidated = None
-        self.windows.before_step()
+        self.algorithm.before_step()
 
     @entry
     def _after_step(self) -> None:
         if self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
             self._stepping = False
-            self.windows.after_step()
+            self.algorithm.after_step()
 
     @entry
     def sync(self) -> None:
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 
-        For the end of training, and wherever ranks have to be equal. The window counts as a whole one. What was written
-        into parameters after the last step, such as an average, stays; where ranks differ, their mean does.
+        For the end of training, and wherever ranks have to be equal. The window counts as a whole one. Parameters that
+        others than the optimizer have written since the last step, such as an average, stay; where ranks differ, their
+        mean does.
 
         Raises:
             RuntimeError: ranks have taken different numbers of steps; on every rank.
         """
         self._consolidated = None
-        self.windows.end()
+        if self.state is not None:
+            self.algorithm.look_for_writes()
+            self.algorithm.exchange()
 
     # ------------------------------------------------------------------------------------- life of the state
 
@@ -186,18 +213,10 @@ class SparseLoCo(setup.NotCopied):
         """Gives parameters names, for error messages; tied ones keep their first."""
         self.parameters.rename(named_parameters)
 
-    def bytes_per_exchange(self) -> int:
-        """Bytes that this rank sends in an exchange, the 40 bytes to each rank of its first message not counted."""
-        return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
-
     @property
     def stats(self) -> ExchangeStats | None:
-        """Figures of the last exchange that has ended; None before the first, and after a load.
-
-        Made when asked for (then kept until the next exchange has ended): reads the error feedback once, and on CUDA
-        waits for the device.
-        """
-        return self.windows.stats()
+        """Figures of the last exchange; None before the first, and after a load."""
+        return self.algorithm.stats
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -244,10 +263,8 @@ class SparseLoCo(setup.NotCopied):
         ranks is kept), and the inner state of one of the saved ranks. A state of the inner optimizer alone (trained
         without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
 
-        Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
-        :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
-        become the starting point; a warning says so. A rank with an empty state gets that of the first rank that has
-        one, as :meth:`state_dict` gives it on one rank only.
+        Load the model first: inside a window its parameters are another rank's. A rank with an empty state gets that of
+        the first rank that has one, as :meth:`state_dict` gives it on one rank only.
 
         Raises:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
@@ -259,42 +276,27 @@ class SparseLoCo(setup.NotCopied):
         loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(live, state_dict))
         self._inner.load(loaded.inner)
         self._consolidated = None
-        self.windows.resume(loaded.state, loaded.progress, loaded.dropped, loaded.parameters)
+        self.parameters.flatten()
+        if loaded.parameters is not None:
+            for flat, own in zip(self.parameters.flat, loaded.parameters, strict=True):
+                flat.copy_(own)
+        self.algorithm.resume(loaded.state, loaded.progress)
         loaded.warn()
 
-    def restore_parameters(self) -> None:
-        """Puts this rank's own parameters back, where a model was loaded after :meth:`load_state_dict`.
-
-        Does nothing once a step was taken.
-        """
-        self.windows.restore_parameters()
-
-    def restart_from_weights(self) -> None:
-        """Makes the parameters, as they are now, the starting point of a new window. Collective.
-
-        For weights that you write in mid-training through ``.data``, the same on all ranks; other writes are found.
-        Else the next exchange takes them for something that was learned, and undoes all but the largest changes. What
-        ranks still owe stays, and so does the inner optimizer's state.
-
-        Raises:
-            RuntimeError: ranks hold different parameters; on every rank.
-        """
-        self._consolidated = None
-        self.windows.restart()
-
     def _live(self, allocate: bool = False) -> saved.Live:
-        """The objects that make up the state, with nothing on its way.
+        """The objects that make up the state.
 
         Args:
             allocate: fresh buffers, for a load.
         """
         if not allocate:
-            self.windows.rest()
+            self.algorithm.begin()
+            self.algorithm.look_for_writes()
         if self.parameters.device.type == "cuda":
-            torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
+            torch.cuda.synchronize(self.parameters.device)  # copies to the host
         self.parameters.flatten()
-        state = self.exchange.allocate() if allocate or self.state is None else self.state
+        state = self.state if self.state is not None and not allocate else self.algorithm.allocate()
         return saved.Live(
-            self.config, self.layout, self.parameters, self.communicator, self.node, self.optimizer,
-            state, vars(self.progress), (self.dropped.in_row, self.dropped.total),
+            self.config, self.layout, self.parameters, self.communicator, self.node, self.optimizer, state,
+            vars(self.progress),
         )  # fmt: skip

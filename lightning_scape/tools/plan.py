@@ -23,7 +23,6 @@ from typing import NamedTuple
 from lightning_scape.core.words import show_bytes, show_seconds, show_times
 from lightning_scape.scape import cost as scape
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.sparseloco import cost as sparseloco
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 NEAR = 1.1
@@ -73,8 +72,8 @@ def plan(numels: Sequence[int], ranks: int, bandwidth: float, compute: float, st
         late, whole = scape.scape_bytes(numels, ranks, config), scape.run_bytes(numels, ranks, config, steps)
         rows.append(exchanging(f"SCAPE {sparsity:.0%}", sum(late.values()), whole, scape.state_bytes(config, ranks)))
     loco = SparseLoCoConfig()
-    one, every = sparseloco.exchange_bytes(numels, ranks, loco), loco.sync_every
-    state = 8 + sparseloco.state_bytes(loco, ranks)  # AdamW's moments are the user's
+    one, every = loco.exchange_bytes(numels, ranks), loco.sync_every
+    state = 16  # AdamW's moments; starting point and error feedback
     return [*rows, exchanging(f"SparseLoCo, H={every}", one / every, one * -(-steps // every), state)]
 
 

@@ -1,0 +1,372 @@
+"""SparseLoCo (arXiv 2508.15706, algorithm 1): local steps, then an exchange of what they have changed.
+
+Symbols: ``theta`` this rank's parameters, ``start`` those at the last exchange, equal on all ranks, ``e`` the error
+feedback, ``beta`` = ``error_decay``, ``alpha`` = ``outer_lr``, ``N`` ranks, ``H`` = ``sync_every``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.local_shards import local
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import version
+from lightning_scape.core.ranges import timed_range
+from lightning_scape.core.replicas import check_replicas
+from lightning_scape.sparseloco import opening
+from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.opening import Opening
+from lightning_scape.sparseloco.stats import PHASES, ExchangeStats
+from lightning_scape.wire.blocks import Wire
+
+MOST_DROPPED = 10
+"""Windows in a row that are dropped raise an error."""
+_DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 20
+"""Entries worked on at a time: no temporary has the size of the parameters."""
+
+
+@dataclass
+class LocoState:
+    """Buffers of one rank, fp32 ``[blocks, B]``; ``B`` is the block length."""
+
+    start: Tensor
+    """The parameters at the last exchange; wider than narrow parameters."""
+    error: Tensor
+    """e, what this rank has computed and not yet sent."""
+
+
+@dataclass
+class Progress:
+    """Where training stands."""
+
+    steps: int = 0
+    """Inner steps so far."""
+    in_window: int = 0
+    """Inner steps since the last exchange."""
+    exchanges: int = 0
+    dropped: int = 0
+    """Windows dropped because some rank's parameters were not finite."""
+    dropped_in_row: int = 0
+    """The last of them, one after the other."""
+    written: list[int] = field(default_factory=list)
+    """Parameters that others than the optimizer have written since the last exchange, by place."""
+
+
+class Algorithm:
+    """The local steps and the exchanges of one rank.
+
+    Args:
+        optimizer: the inner one.
+        config: all options.
+        parameters: those wrapped.
+        layout: their blocks.
+        comm: the ranks that exchange.
+        node: the ranks of a node, where they hold a replica together; layout and parameters are then this rank's
+            rows, and ``comm`` reaches those of the other nodes that hold the same.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: SparseLoCoConfig,
+        parameters: Parameters,
+        layout: Layout,
+        comm: Communicator,
+        node: Communicator,
+    ) -> None:
+        self.optimizer, self.config, self.parameters, self.layout = optimizer, config, parameters, layout
+        self.comm, self.node = comm, node
+        self.wire = Wire(*config.quota, config.bits)
+        self.state: LocoState | None = None
+        """Made at the first step, or by a load."""
+        self.progress = Progress()
+        self.stats: ExchangeStats | None = None
+        """Of the last exchange."""
+        self._seen: list[tuple[int, int]] = []
+        self._chunk = _HOST_CHUNK if parameters.device.type == "cpu" else _DEVICE_CHUNK
+        kept = (piece.kept(self.wire.sent, layout.block_size) for piece in layout.everything().pieces)
+        self._density = sum(kept) / max(1, layout.numel)
+
+    @property
+    def _state(self) -> LocoState:
+        assert self.state is not None
+        return self.state
+
+    # ------------------------------------------------------------------------------------------- around a step
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Makes the parameters the starting point of the first window. Collective."""
+        if self.state is None:
+            self.parameters.flatten()
+            self._check_equal()
+            self.state = self.allocate()
+            for _, entries, theta in self._parts():
+                self.state.start.view(-1)[entries].copy_(theta)
+
+    def allocate(self) -> LocoState:
+        """Buffers, all zeros."""
+        shape, device = (self.layout.blocks, self.layout.block_size), self.parameters.device
+        return LocoState(*(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Looks what has changed since the last step."""
+        self.begin()
+        self.look_for_writes()
+        opening.check_parameters(self.parameters, self.optimizer.param_groups)
+
+    def after_step(self) -> None:
+        """Counts the inner step; exchanges when its time has come."""
+        self.note()
+        self.progress.steps += 1
+        self.progress.in_window += 1
+        if self.progress.in_window >= self.config.sync_every:
+            self.exchange()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Sends what this rank has learned, and moves all ranks to a new starting point. Collective.
+
+        ======== =========================================================================================
+        norm     all-gather of the squared norm of ``delta = start - theta``, and of what must be the same
+        fold     ``e = beta * e + delta``
+        send     the q largest entries of each block of ``e`` leave it, quantized: all-gather
+        outer    ``start -= alpha * mean``, the mean of all messages, in rank order, so the same on all ranks
+        set_out  ``theta = start``
+        ======== =========================================================================================
+
+        Where a rank's parameters are not finite, nothing is folded: the window is dropped. Where no rank has begun a
+        window, nothing happens.
+
+        Raises:
+            RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed.
+            FloatingPointError: too many windows in a row were dropped; on every rank.
+        """
+        progress, comm = self.progress, self.comm
+        seconds = dict.fromkeys(PHASES, 0.0)
+        self.parameters.flatten()
+        with timed_range("sparseloco::norm", seconds):
+            everyone = self._meet()
+            norm = math.sqrt(sum(rank.square for rank in everyone) / comm.world_size)
+        if not any(rank.in_window or rank.written for rank in everyone):
+            comm.traffic.take()
+            return
+        if math.isfinite(norm):
+            if any(rank.written for rank in everyone):
+                self._start_from_what_was_written()
+            if any(rank.in_window for rank in everyone):
+                self._outer_step(seconds)
+        self._set_out(seconds)
+        progress.in_window, progress.written = 0, []
+        progress.exchanges += 1
+        self._count_dropped(not math.isfinite(norm))
+        sent, waited = comm.traffic.take()
+        self.stats = ExchangeStats(
+            step=progress.steps,
+            exchange=progress.exchanges,
+            bytes_parameters=sent["parameters"],
+            bytes_norm=sent["norm"],
+            bytes_dense=all_reduce_bytes(self.parameters.local, comm.world_size),
+            density=self._density,
+            delta_norm=norm,
+            skipped=not math.isfinite(norm),
+            skipped_total=progress.dropped,
+            message_seconds=waited,
+            seconds=seconds,
+        )
+        self._check_equal()
+
+    # ------------------------------------------------------------------------------------ the parts of an exchange
+
+    def _outer_step(self, seconds: dict[str, float]) -> None:
+        """Folds, sends, and moves the starting point."""
+        state, config = self._state, self.config
+        with timed_range("sparseloco::fold", seconds):
+            for _, entries, theta in self._parts():
+                state.error.view(-1)[entries].mul_(config.error_decay).add_(self._delta(entries, theta))
+        with timed_range("sparseloco::send", seconds):
+            messages = self._send(state.error)
+        with timed_range("sparseloco::outer", seconds):
+            for rows in self._rows():
+                state.start[rows] -= config.outer_lr * self._mean(messages[:, rows], state.start[rows])
+
+    def _set_out(self, seconds: dict[str, float]) -> None:
+        with timed_range("sparseloco::set_out", seconds):
+            for _, entries, theta in self._parts():
+                theta.copy_(self._state.start.view(-1)[entries])
+
+    def _meet(self) -> list[Opening]:
+        """Every rank's first message. On CUDA the CPU waits for it.
+
+        Raises:
+            RuntimeError, ValueError: they differ in what must be the same; on every rank.
+        """
+        device, comm, node, progress = self.parameters.device, self.comm, self.node, self.progress
+        square = torch.zeros(1, dtype=torch.float32, device=device)
+        for _, entries, theta in self._parts():
+            square += self._delta(entries, theta).square_().sum()
+        facts = opening.facts_of(comm.number + 1, self.optimizer, self.parameters.groups)
+        mine = [progress.steps, progress.in_window, bool(progress.written), opening.digest(facts)]
+        message = torch.cat([square.double(), torch.tensor(mine, dtype=torch.float64).to(device)])
+        # In the order of the ranks: nodes, and the ranks of each.
+        received = node.all_gather_stacked(comm.all_gather_facts(message)).transpose(0, 1)
+        everyone = [Opening(*rank) for rank in received.reshape(-1, len(message)).tolist()]
+        opening.check_steps(everyone)
+        if len({rank.facts for rank in everyone}) > 1:
+            by_rank_of_node = node.all_gather_object(comm.all_gather_object(facts))
+            raise opening.different([rank for ranks in zip(*by_rank_of_node, strict=True) for rank in ranks])
+        return everyone
+
+    def _delta(self, entries: slice, theta: Tensor) -> Tensor:
+        """fp32: the starting point minus the parameters."""
+        # The ranks set out from the rounded starting point, where parameters are narrower than fp32.
+        return self._state.start.view(-1)[entries].to(theta.dtype).float() - theta.float()
+
+    def _send(self, blocks: Tensor) -> Tensor:
+        """Every rank's message, ``[N, blocks, W]``; what is in this rank's leaves ``blocks``."""
+        if self.comm.world_size == 1:  # nobody to send to: nothing needs to be chosen or rounded
+            everything = blocks.clone().view(torch.uint8).unsqueeze(0)
+            blocks.zero_()
+            return everything
+        message = torch.empty(len(blocks), self.wire.row_bytes, dtype=torch.uint8, device=blocks.device)
+        for rows in self._rows():
+            message[rows] = self.wire.take(blocks[rows])
+        return self.comm.all_gather(message).wait().view(self.comm.world_size, *message.shape)
+
+    def _mean(self, messages: Tensor, like: Tensor) -> Tensor:
+        """The sum of the ranks' messages, in rank order, as blocks like ``like``, divided as ``average`` says."""
+        if self.comm.world_size == 1:
+            return messages[0].view(torch.float32)
+        total, senders = torch.zeros_like(like), torch.zeros_like(like)
+        everything = self.wire.dense or self.config.average == "all"
+        for message in messages:
+            entries = self.wire.read(message)
+            entries.add_to(total)
+            if not everything:
+                entries._replace(values=(entries.values != 0).float()).add_to(senders)
+        if everything:
+            return total / self.comm.world_size
+        senders.clamp_(min=1)
+        return total / (senders if self.config.average == "senders" else senders.mul_(self.comm.world_size).sqrt_())
+
+    def _count_dropped(self, dropped: bool) -> None:
+        """Warns of a dropped window, and forgets what is not finite in the optimizer: else later ones were spoilt, too.
+
+        Raises:
+            FloatingPointError: too many in a row.
+        """
+        progress = self.progress
+        progress.dropped_in_row = progress.dropped_in_row + 1 if dropped else 0
+        progress.dropped += dropped
+        if not dropped:
+            return
+        if progress.dropped_in_row >= MOST_DROPPED:
+            raise FloatingPointError(
+                "Parameters must be finite at the end of a window, got NaN or inf on at least one rank in"
+                f" {MOST_DROPPED} windows in a row; all ranks are back at the starting point of the first of them."
+                " Lower the learning rate, clip gradients, or look for a bad batch."
+            )
+        if self.comm.rank == self.node.rank == 0:
+            warnings.warn(
+                "Parameters were not finite on at least one rank: the window is dropped, all ranks are back at its"
+                f" starting point ({progress.dropped_in_row} in a row, an error at {MOST_DROPPED}; {progress.dropped}"
+                " in total).",
+                stacklevel=5,
+            )
+        for state in self.optimizer.state.values():
+            # An entry that is no parameter's may be anything: a count, a tensor.
+            for value in state.values() if isinstance(state, Mapping) else [state]:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _check_equal(self) -> None:
+        """Raises on every rank where parameters differ between replicas. Collective."""
+        flats, names = self.parameters.flat, self.parameters.names
+        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, ops.checksum))
+
+    def _parts(self, places: Sequence[int] | None = None) -> Iterator[tuple[int, slice, Tensor]]:
+        """The parameters in parts: place of the parameter, the part's entries in the blocks (flat), and the part.
+
+        Args:
+            places: of some; None is all.
+        """
+        for piece in self.layout.everything().pieces:
+            if places is None or piece.segment.index in places:
+                first, flat = piece.of_blocks(self.layout.block_size).start, self.parameters.flat[piece.segment.index]
+                for begin in range(0, len(flat), self._chunk):
+                    part = flat[begin : begin + self._chunk]
+                    yield piece.segment.index, slice(first + begin, first + begin + len(part)), part
+
+    def _rows(self) -> Iterator[slice]:
+        """All blocks, in parts."""
+        step = max(1, self._chunk // self.layout.block_size)
+        return (slice(begin, min(begin + step, self.layout.blocks)) for begin in range(0, self.layout.blocks, step))
+
+    # ------------------------------------------------- what others write: loaded weights, a constraint, an average
+
+    # Under DDP all ranks write the same, and training goes on from it. An exchange would take such a change for
+    # something learned, and undo all but its largest entries. So the next exchange averages these parameters as they
+    # are.
+
+    def note(self) -> None:
+        """The parameters are as the optimizer, an exchange or a load has left them."""
+        self._seen = [(version(each), each.data_ptr()) for each in self.parameters.local]
+
+    @torch.no_grad()
+    def look_for_writes(self) -> None:
+        """Notes which parameters others than the optimizer have written.
+
+        In a window versions tell (not of a write through ``.data``, which raises none); at its beginning values do.
+        """
+        seen, progress = self._seen, self.progress
+        if self.state is None or self.comm.world_size == 1:
+            return
+        self.note()
+        if progress.in_window:
+            found = {place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]}
+        else:
+            self.parameters.flatten()
+            found = {place for place, entries, theta in self._parts() if self._delta(entries, theta).any()}
+        progress.written = sorted({*progress.written, *found})
+
+    def _start_from_what_was_written(self) -> None:
+        """Makes parameters that any rank's others have written, or their mean, the starting point. Collective.
+
+        What was not yet sent of them is dropped: it was learned before.
+        """
+        state = self._state
+        flags = torch.zeros(len(self.parameters.flat), dtype=torch.uint8, device=self.parameters.device)
+        flags[self.progress.written] = 1
+        places = self.comm.all_gather_stacked(flags).amax(dim=0).nonzero().view(-1).tolist()
+        for _, entries, theta in self._parts(places):
+            everyone = self.comm.all_gather(theta.float().unsqueeze(0)).wait()
+            mean = everyone.double().mean(dim=0).float()  # of equal values exactly that value
+            start = state.start.view(-1)[entries]
+            # Where it rounds to the same it stays, because it is wider than narrow parameters.
+            start.copy_(torch.where(start.to(theta.dtype) == mean.to(theta.dtype), start, mean))
+            theta.copy_(start)
+            state.error.view(-1)[entries] = 0
+
+    # ---------------------------------------------------------------------------------------- saves, and loads
+
+    def resume(self, state: LocoState | None, progress: Mapping[str, Any]) -> None:
+        """Goes on from what was loaded, with the parameters in place.
+
+        Args:
+            state: buffers; None: a window begins at the next step.
+            progress: as it was saved.
+        """
+        self.state, self.stats = state, None
+        vars(self.progress).update(vars(Progress(**progress)))
+        self.note()

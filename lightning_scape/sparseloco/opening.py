@@ -1,0 +1,124 @@
+"""The first message of an exchange: are all ranks at the same step of the same optimizer, with the same settings?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape.core.parameters import Parameters
+
+MOST_NAMED = 8
+"""Ranks that an error names."""
+_ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
+"""Settings that count also where a constructor hides them behind ``**kwargs``."""
+
+Facts = list[tuple[str, Any]]
+"""What must be the same on all ranks, each with its name."""
+
+
+class Opening(NamedTuple):
+    """What a rank says; it travels as numbers of 8 bytes."""
+
+    square: float
+    """Squared norm of the pseudo-gradient."""
+    steps: float
+    """Inner steps so far."""
+    in_window: float
+    """Inner steps since the last exchange."""
+    written: float
+    """Whether others than the optimizer have written into parameters."""
+    facts: float
+    """Their digest."""
+
+
+def facts_of(number: int, optimizer: torch.optim.Optimizer, groups: Collection[int]) -> Facts:
+    """The wrapper's number, and the settings. What an optimizer computes itself and keeps in its groups is none.
+
+    Args:
+        number: among those over the same ranks, counted as they were built.
+        optimizer: the inner one.
+        groups: numbers of the parameter groups that were wrapped; others are ignored.
+    """
+    names = [*dict.fromkeys([*inspect.signature(type(optimizer).__init__).parameters, *_ALWAYS])]
+    facts: Facts = [("number of the SparseLoCo", number)]
+    for place in sorted({*groups}):
+        group = optimizer.param_groups[place]
+        known = {name: _plain(group[name]) for name in names if name in group and name != "params"}
+        facts += [(f"{name} of group {place}", value) for name, value in known.items() if value is not None]
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    """A number, or numbers; None for what is none, or would have to be fetched from a device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def digest(facts: Facts) -> int:
+    """48 bits of a hash: as many as a double holds exactly."""
+    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=6).digest(), "little")
+
+
+def check_steps(everyone: Sequence[Opening]) -> None:
+    """Raises RuntimeError where ranks have taken different numbers of steps; the same on every rank."""
+    if len({rank.in_window for rank in everyone}) > 1:
+        named = _by_kind([f"{rank.steps:.0f} ({rank.in_window:.0f} since the last exchange)" for rank in everyone])
+        raise RuntimeError(
+            f"All ranks must take the same number of steps, got {named}. A rank has skipped steps, or has fewer"
+            " batches. Give all ranks as many batches, and skip a step on all ranks or on none: use"
+            " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in place of torch.amp.GradScaler, and skip"
+            " no loss that is not finite on one rank alone (SparseLoCo drops such a window on all ranks)."
+        )
+
+
+def different(everyone: Sequence[Facts]) -> ValueError:
+    """An error that names the first of all ranks' facts that differs."""
+    said = [repr(facts) for facts in everyone]  # their order
+    for name in dict.fromkeys(name for facts in everyone for name, _ in facts):
+        values = [f"{name} = {dict(facts).get(name)!r}" for facts in everyone]
+        if len({*values}) > 1:
+            said = values
+            break
+    return ValueError(
+        f"All ranks must exchange for the same optimizer with the same settings, got {_by_kind(said)}. Build and step"
+        " optimizers in the same order on every rank. Let a scheduler go by a number that is the same everywhere (log"
+        " it with `sync_dist=True`), and change settings on every rank. Nothing was exchanged."
+    )
+
+
+def check_parameters(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Looks at each of them, in every step.
+
+    Args:
+        parameters: those that were wrapped.
+        param_groups: the optimizer's now.
+
+    Raises:
+        ValueError: parameters were frozen, unfrozen, added or removed.
+    """
+    now = dict.fromkeys(id(p) for group in param_groups for p in group["params"] if p.requires_grad)  # tied ones once
+    if list(now) != [id(parameter) for parameter in parameters.tensors]:
+        raise ValueError(
+            "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now. On"
+            " every rank, end the window by sync(), call close(), and wrap the optimizer anew; the Trainer's"
+            " `trainer.strategy.setup_optimizers(trainer)` and Fabric's `setup_optimizers` do all three."
+        )
+
+
+def _by_kind(said: Sequence[str]) -> str:
+    """What ranks say, each once, with the ranks that say it."""
+    kinds = dict.fromkeys(said)
+    return "; ".join(f"{kind} on {_ranks([rank for rank, own in enumerate(said) if own == kind])}" for kind in kinds)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
