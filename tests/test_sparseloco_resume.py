@@ -144,8 +144,7 @@ def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimi
     torch.manual_seed(0)
     held = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in zip(names, shapes, strict=True)}
     optimizer = kind(held.values(), lr=0.01)  # type: ignore[call-arg]
-    loco = SparseLoCo(optimizer, **SPARSE)
-    loco.name_parameters(held.items())
+    loco = SparseLoCo(optimizer, **SPARSE, named_parameters=held.items())
     for parameter in held.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -124,7 +124,7 @@ class Algorithm:
         """Looks what has changed since the last step."""
         self.begin()
         self.look_for_writes()
-        opening.check_parameters(self.parameters, self.optimizer.param_groups)
+        self.parameters.check_groups(self.optimizer.param_groups)
 
     def after_step(self) -> None:
         """Counts the inner step; exchanges when its time has come."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_scape.core.parameters import Parameters
-
-MOST_NAMED = 8
-"""Ranks that an error names."""
 _ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that count also where a constructor hides them behind ``**kwargs``."""
 
@@ -94,31 +90,10 @@ def different(everyone: Sequence[Facts]) -> ValueError:
     )
 
 
-def check_parameters(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Looks at each of them, in every step.
-
-    Args:
-        parameters: those that were wrapped.
-        param_groups: the optimizer's now.
-
-    Raises:
-        ValueError: parameters were frozen, unfrozen, added or removed.
-    """
-    now = dict.fromkeys(id(p) for group in param_groups for p in group["params"] if p.requires_grad)  # tied ones once
-    if list(now) != [id(parameter) for parameter in parameters.tensors]:
-        raise ValueError(
-            "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now. On"
-            " every rank, end the window by sync(), call close(), and wrap the optimizer anew; the Trainer's"
-            " `trainer.strategy.setup_optimizers(trainer)` and Fabric's `setup_optimizers` do all three."
-        )
-
-
 def _by_kind(said: Sequence[str]) -> str:
     """What ranks say, each once, with the ranks that say it."""
-    kinds = dict.fromkeys(said)
-    return "; ".join(f"{kind} on {_ranks([rank for rank, own in enumerate(said) if own == kind])}" for kind in kinds)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+    found = []
+    for kind in dict.fromkeys(said):
+        ranks = [str(rank) for rank, own in enumerate(said) if own == kind]
+        found.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
+    return "; ".join(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -143,14 +143,6 @@ class SparseLoCo:
         # The groups' options are the optimizer's own business. A node's size is what the parameters say.
         return self.parameters.problem([]) or local_shards.problem(names, tensors, 1, process_group)
 
-    def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles, in words that name what is held."""
-        raise TypeError(
-            "A SparseLoCo cannot be copied or pickled, nor what keeps it (a model, a callback): it holds process"
-            " groups. Save state_dict() and load it into one that is built anew, or copy the optimizer inside, which is"
-            " yours."
-        )
-
     @classmethod
     def of(cls, optimizer: object) -> SparseLoCo | None:
         """The one that wraps an optimizer, None if there is none."""
@@ -208,10 +200,6 @@ class SparseLoCo:
         if kind is None:
             self.sync()
             self.close()
-
-    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives parameters names, for error messages; tied ones keep their first."""
-        self.parameters.rename(named_parameters)
 
     @property
     def stats(self) -> ExchangeStats | None:
