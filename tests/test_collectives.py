@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives, pairs
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.scape.communicator import ScapeCommunicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 1, "all_gather_into": 2}
@@ -125,66 +123,6 @@ def test_a_step_works_while_its_messages_travel(run_ranks: Any, sparsity: float)
         assert sorted(order[len(then) :]) == AFTERWARDS
 
 
-def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
-    """A step that fails on all ranks, one of them late, then two that do not; did it fail, seconds to drain, and p."""
-    parameter = nn.Parameter(torch.zeros(4000, dtype=torch.bfloat16))
-    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, wire_dtype="bf16")  # there are masters to compare with
-    optimizer = ScapeOptimizer([parameter], config=config)
-
-    def step(number: int) -> None:
-        gradient = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))
-        parameter.grad = gradient.bfloat16()
-        optimizer.step()
-
-    def fail(*args: Any) -> None:
-        raise MemoryError
-
-    for number in range(2):
-        step(number)
-    engine = optimizer.engine
-    name = where.split()[-1]
-    home = {"outgoing": engine.outgoing, "shard": engine.shard, "next": engine.masks}.get(where.split()[0], ops)
-    real, real_sweep = getattr(home, name), ops.sweep
-
-    def late(*args: Any, **kwargs: Any) -> None:
-        time.sleep(rank)
-        real_sweep(*args, **kwargs)
-
-    ops.sweep = late
-    setattr(home, name, fail)
-    failed = False
-    try:
-        step(2)
-    except MemoryError:
-        failed = True
-    setattr(home, name, real)
-    ops.sweep = real_sweep
-    state = engine.state
-    assert state is not None
-    assert state.master is not None
-    if where != "scatter_params":  # the update happened wholly, or not at all
-        own = parameter.detach()[rank * 2000 : (rank + 1) * 2000]
-        assert torch.equal(state.master.view(-1)[:2000].bfloat16(), own)
-    assert (state.step == 2 + (where in ("next launch", "scatter_params"))).all()
-    began = time.perf_counter()
-    optimizer.drain()
-    waited = time.perf_counter() - began
-    for number in (3, 4):
-        step(number)
-    optimizer.drain()
-    return failed, waited, parameter.detach().clone()
-
-
-@pytest.mark.parametrize("where", ["outgoing take", "shard update", "scatter_params"])
-def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
-    (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)
-    assert failed
-    assert also
-    assert max(waited, also_waited) < 1.0  # the mask of the failed step has not been sent, nor is it now
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
 def _broadcast_strided(rank: int, world_size: int) -> list[Tensor]:
     table = torch.arange(14.0).view(7, 2) + 100 * rank
     tensors = [table[:, 1], torch.full((2, 3), float(rank)).t(), torch.tensor(rank), torch.zeros(0)]
@@ -198,19 +136,3 @@ def test_tensors_that_do_not_lie_in_one_piece_are_broadcast_in_place(run_ranks: 
     for mine, theirs in zip(first[1:], second[1:], strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(second[0][:, 0], torch.arange(0.0, 14, 2) + 100)  # what was not given stays
-
-
-def _share(rank: int, world_size: int) -> tuple[Tensor, str]:
-    ranks = Communicator()
-    state = {"mask": torch.tensor([3, 999], dtype=torch.uint16)}
-    shared = ranks.share(state if rank == 1 else {})
-    with pytest.raises(Exception, match="pickle") as error:
-        ranks.share({"hook": lambda: None} if rank == 1 else {})
-    return shared["mask"].int(), type(error.value).__name__
-
-
-def test_a_state_of_one_rank_reaches_all_whatever_its_dtypes(run_ranks: Any) -> None:
-    """Torch cannot unpickle a tensor of uint16, in which masks of blocks above 256 entries are saved."""
-    for mask, error in run_ranks(_share, 2):
-        assert mask.tolist() == [3, 999]
-        assert error in ("AttributeError", "PicklingError")

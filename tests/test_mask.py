@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ class Numbered(ScapeCommunicator):
 
     def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
         self.made += 1
-        return Work(full.fill_(self.made), handle=SimpleNamespace(wait=self.wait))
+        return Work(full.fill_(self.made), self.wait)
 
     def wait(self) -> None:
         self.waits += 1
@@ -103,7 +102,7 @@ def test_a_mask_that_fails_to_come_is_waited_for_once() -> None:
         raise RuntimeError("of a message")
 
     assert masks.pending is not None
-    masks.pending.handle.wait = fail
+    masks.pending.arrived = fail
     with pytest.raises(RuntimeError, match="of a message"):
         masks.wait()
     assert masks.wait() == 0.0

@@ -12,7 +12,6 @@ from optimizer_helpers import parameters, set_gradients
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives
 
 RunRanks = Callable[..., list[Any]]
 
@@ -49,14 +48,13 @@ def test_a_parameter_without_a_gradient_keeps_its_mean_square() -> None:
     assert set(squares[4:]) == {squares[3]}
 
 
-# --------------------------------------------------------------------------------- several optimizers, one mask group
+# ------------------------------------------------------------------------------ several optimizers, one group of masks
 
 
 def train_two(rank: int, world_size: int) -> None:
-    group = collectives.new_group_like()
     models = [parameters(((6000,),)), parameters(((900,),))]
     config = ScapeConfig(check_replicas_every=1, sparsity_warmup_steps=0)
-    optimizers = [ScapeOptimizer(params, config=config, mask_group=group) for params in models]
+    optimizers = [ScapeOptimizer(params, config=config) for params in models]
     for step in range(60):
         for params, optimizer in zip(models, optimizers, strict=True):
             set_gradients(params, rank, step)

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer
 
 from lightning_scape import ScapeStrategy, SparseLoCoStrategy
-from lightning_scape.comm.words import Words
+from lightning_scape.hosts.words import Words
 
 pytestmark = MARKS
 LAG = 8
@@ -25,7 +25,7 @@ LAG = 8
 
 def speak(rank: int, world_size: int) -> tuple[list[bool], float]:
     """Rank 1 comes to its first batch late, and is told to stop in its second one."""
-    words, heard = Words.beside(None, LAG), []
+    words, heard = Words.beside(LAG), []
     dist.barrier()
     began = time.monotonic()
     time.sleep(rank)

@@ -129,12 +129,14 @@ class LocalCommunicator(ScapeCommunicator):
         self.traffic.count("mask", full.nbytes, self.world_size)
         return Work(full.copy_(torch.cat(self.meeting.share(self.rank, make()))))
 
-    def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 0) -> list[Tensor] | None:
+    def gather(self, flat: Tensor, to: int) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())
         return parts if self.rank == to else None
 
-    def all_gather_stacked(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.meeting.share(self.rank, tensor))
+    def all_gather_stacked(self, tensor: Tensor, kind: str = "facts") -> Tensor:
+        full = torch.stack(self.meeting.share(self.rank, tensor))
+        self.traffic.count(kind, full.nbytes, self.world_size)
+        return full
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self.meeting.share(self.rank, value)

@@ -16,10 +16,7 @@ import torch
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.shards import AT_ONCE, Directory, OwnState, SavedState, Where, collect, write_directory
-from lightning_scape.comm import under_way
-from lightning_scape.comm.beside import side_group
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.worker import Job, carry_out
+from lightning_scape.comm.collectives import Communicator, group_beside
 from lightning_scape.core.method import named
 
 RNG = "scape_rng"
@@ -137,10 +134,7 @@ class Saver:
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
-        self._pending = job = Job()
-        if ranks.process_group is not None:  # which another strategy may use next
-            under_way.note(ranks.process_group, job)
-        self._executor.submit(carry_out, job, act)
+        self._pending = self._executor.submit(act)
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of a write that failed."""
@@ -259,7 +253,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
     Returns:
         Its path, or None.
     """
-    ranks = Communicator(side_group("checkpoint", None))
+    ranks = Communicator(group_beside(None, "checkpoint"))
     found = ranks.raise_on_all_ranks(lambda: _newest(Path(folder), pattern, check) if ranks.rank == 0 else None)
     chosen: Path | None = ranks.all_gather_object(found)[0]
     return chosen

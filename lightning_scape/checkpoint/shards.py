@@ -372,8 +372,8 @@ def collect(
         sum(torch.Size(shape).numel() * dtype.itemsize for *_, shape, dtype in pieces.values()) for _, pieces in told
     ]
     for begin in range(0, max(lengths), at_once):
-        sent = mine.read(begin, min(begin + at_once, max(lengths)), device)
-        for there, part in zip(each, ranks.gather(sent, to, device, at_once) or (), strict=bool(each)):
+        sent = mine.read(begin, min(begin + at_once, max(lengths)), device).to(device)
+        for there, part in zip(each, ranks.gather(sent, to) or (), strict=bool(each)):
             there.write(begin, part)
     if ranks.rank != to:
         return None

@@ -5,41 +5,53 @@ lock of it. While a sender holds the lock, the thread that receives can do nothi
 lock is free. Where both run on one core, Linux lets a thread that wakes up go first. So the sender loses its core for
 some milliseconds to a thread that waits for that very sender. Under ``SCHED_BATCH`` a thread that wakes up waits for
 its turn. On a free core it runs at once, as before. docs/design.md, 3.5, says what that brings.
-
-The threads are found by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ProcessGroup = dist.ProcessGroup
+Wait = Callable[[], object]
+"""Returns when a message has arrived."""
 
 
-@dataclass
-class _Handles:
-    """Messages under way that end together."""
-
-    works: list[tuple[int, Any]]
-    """Each with the rank that it is exchanged with."""
-
-    def wait(self) -> None:
-        for peer, work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{error} (in a message with rank {peer})") from error
+def by_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether gloo carries what lies in host memory, also where ``init_process_group()`` was given no backend."""
+    return "cpu:gloo" in dist.get_backend_config(group)
 
 
-def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Handles:
+def all_to_all_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """Every all-to-all of this package: part j of ``tensor`` goes to rank j; ``output`` has what arrives."""
+    if output.device.type == "cpu" and by_gloo(group):
+        ranks = dist.get_world_size(group)
+        return _exchange(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group)
+    sent: Wait = dist.all_to_all_single(output, tensor, group=group, async_op=True).wait
+    return sent
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """Every all-gather of a step: each rank's ``tensor``, in rank order, in ``output``."""
+    if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
+        output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
+    if output.device.type == "cpu" and by_gloo(group):
+        ranks = dist.get_world_size(group)
+        places = list(output.chunk(ranks))
+        wait = _exchange(places, [tensor] * ranks, group)
+        places[dist.get_rank(group)].copy_(tensor)
+        return wait
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gathered: Wait = call(output, tensor, group=group, async_op=True).wait
+    return gathered
+
+
+def _exchange(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGroup | None) -> Wait:
     """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own stays here.
 
     It does what gloo's own all-to-all and all-gather do, at up to twice the speed. Those announce a receive behind
@@ -49,62 +61,17 @@ def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: Proces
     others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
     works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
     works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
-    names = others if group is None else [dist.get_global_rank(group, peer) for peer in others]
-    return _Handles(list(zip([*names, *names], works, strict=True)))
-
-
-def by_gloo(group: ProcessGroup | None) -> bool:
-    """Whether gloo carries what lies in host memory, also where ``init_process_group()`` was given no backend."""
-    return "cpu:gloo" in dist.get_backend_config(group)
-
-
-def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    return tensor.device.type == "cpu" and by_gloo(group)
-
-
-def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Every all-to-all of this package: part j of ``tensor`` goes to rank j; ``output`` has what arrives."""
-    if not _by_pairs(output, group):
-        return dist.all_to_all_single(output, tensor, group=group, async_op=async_op)
-    ranks = dist.get_world_size(group)
-    works = _exchange_by_pairs(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group)
-    return works if async_op else works.wait()
-
-
-def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Every all-gather of a step: each rank's ``tensor``, in rank order, in ``output``."""
-    if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
-        output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
-    if _by_pairs(output, group):
-        ranks = dist.get_world_size(group)
-        places = list(output.chunk(ranks))
-        works = _exchange_by_pairs(places, [tensor] * ranks, group)
-        places[dist.get_rank(group)].copy_(tensor)
-        return works if async_op else works.wait()
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    return call(output, tensor, group=group, async_op=async_op)
-
-
-# ------------------------------------------------------------------------------------------------ gloo's threads
-
-
-def receivers() -> list[int]:
-    """Numbers of the threads of this process that receive for gloo. Empty where the system does not say."""
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended
-                if (task / "comm").read_text().strip() == "gloo_tcp_loop":
-                    found.append(int(task.name))
-    return found
+    return lambda: [work.wait() for work in works if work is not None]
 
 
 def let_senders_finish() -> None:
-    """Makes gloo's receiving threads, those of all process groups, wait for their turn.
+    """Makes gloo's receiving threads, those of all process groups, wait for their turn. They are found by name.
 
     Threads with another policy than the default keep it. If the system forbids the change, all works as before.
     """
-    for thread in receivers():
-        with contextlib.suppress(OSError):
-            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+    for task in Path("/proc/self/task").glob("*"):  # none but on Linux
+        with contextlib.suppress(OSError):  # it has ended
+            thread = int(task.name)
+            receives = (task / "comm").read_text().strip() == "gloo_tcp_loop"
+            if receives and os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

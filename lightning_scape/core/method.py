@@ -37,8 +37,6 @@ class Surroundings:
     process_group: ProcessGroup | None = None
     """The ranks that exchange: those that hold the same rows, one of each node, where nodes have several ranks. None
     is all ranks, or, where every parameter is sharded over all of them, this rank alone."""
-    side_group: ProcessGroup | None = None
-    """A second group over the same ranks, for messages that travel beside the step's."""
 
 
 class Clipping(ABC):

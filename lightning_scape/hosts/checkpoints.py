@@ -19,9 +19,8 @@ from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, opened, whole_state
 from lightning_scape.checkpoint.shards import Directory, collect
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
-from lightning_scape.hosts import generators
+from lightning_scape.hosts import generators, two_level
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly, checkpoints
 from lightning_scape.hosts.schedulers import Restored, as_data, is_scheduler, with_live
@@ -49,6 +48,8 @@ class TogetherSaved(CommonStrategy):
                 'With state_dict_type="sharded" a checkpoint must be at a path that all machines share, without'
                 f' `storage_options` and `filter`, got {path!r}. Save it with state_dict_type="full".'
             )
+        if self._nodes.several:
+            content = two_level.whole(content, self.is_global_zero)  # type: ignore[attr-defined]
         ranks, one_file = self._checkpoint_ranks(), None if self._sharded else lambda whole: write(whole, local or path)
         self._saver.save(local, content, rng_state(), ranks, one_file)
 
@@ -91,7 +92,7 @@ class TrainerCheckpoints(TogetherSaved, UnwrappedStrategy):
 
     def __init__(self, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
-        self._connector = ConnectorOfAll(self._together)
+        self._connector = ConnectorOfAll()
         self._saved_rng: Any = None
         self._generators: generators.Generators | None = None
 
@@ -101,12 +102,7 @@ class TrainerCheckpoints(TogetherSaved, UnwrappedStrategy):
         return self._nodes.several  # before, a module on the meta device has no memory
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._whole_module(super().lightning_module_state_dict())
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes, by way of hooks
-        self._together.agree()
         method = find(optimizer)
         return super().optimizer_state(optimizer) if method is None else method.own_state()
 
@@ -131,7 +127,7 @@ class TrainerCheckpoints(TogetherSaved, UnwrappedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Communicator().raise_on_all_ranks(lambda: self._take_up(checkpoint))
+        self._take_up(checkpoint)
         saved, self._saved_rng = self._saved_rng, None
         self._generators = None if saved is None else generators.attach(self._module.trainer, saved)
 
@@ -169,15 +165,10 @@ class ConnectorOfAll:
     """Takes the place of two methods of a Trainer's connector, for what all ranks must do alike.
 
     Much of a save is the user's code (hooks on state dicts, callbacks' states, ``on_save_checkpoint``), between
-    messages. What fails there on one rank is an error on all, at the next ``agree()``.
-
-    Args:
-        together: the strategy's.
+    messages. What fails there on one rank is an error on all.
     """
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
-        self._own: Any = None
+    _own: Any = None
 
     def attach(self, trainer: Trainer) -> None:
         """Replaces them, for this fit and for saves after it."""
@@ -187,11 +178,14 @@ class ConnectorOfAll:
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning would have given, with schedulers' states as data. Collective."""
         self._own.trainer.strategy.before_save()
-        with self._together.inside():
+
+        def dump() -> dict[str, Any]:
             checkpoint: dict[str, Any] = type(self._own).dump_checkpoint(self._own, weights_only)
             if "lr_schedulers" in checkpoint:
                 checkpoint["lr_schedulers"] = [as_data(state) for state in checkpoint["lr_schedulers"]]
-        return checkpoint
+            return checkpoint
+
+        return Communicator().raise_on_all_ranks(dump)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Loads the checkpoint that Lightning has chosen before ranks met, each by what it sees. Collective."""
@@ -210,10 +204,6 @@ class ConnectorOfAll:
 
 class FabricCheckpoints(TogetherSaved, OpenedFabrics):
     """Base of Fabric's strategies."""
-
-    @override
-    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        return self._whole_module(super().get_module_state_dict(module))
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> Any:
@@ -235,10 +225,12 @@ class FabricCheckpoints(TogetherSaved, OpenedFabrics):
         self.before_save()
         methods, late = {name: find(value) for name, value in state.items()}, dict(filter or {})
         early = {name: late.pop(name) for name in [*late] if methods.get(name) is None}
-        with self._together.inside():
-            self._together.agree()
+
+        def dump() -> dict[str, Any]:
             own = {name: method.own_state() for name, method in methods.items() if method is not None}
-            content = self.as_states({**self._with_stand_ins(state), **own}, early)
+            return self.as_states({**self._with_stand_ins(state), **own}, early)
+
+        content = Communicator().raise_on_all_ranks(dump)
 
         def write(whole: dict[str, Any], path: Any) -> None:
             for name, keep in late.items():  # of an optimizer, whose state was not there to be filtered
@@ -261,8 +253,7 @@ class FabricCheckpoints(TogetherSaved, OpenedFabrics):
         content, rng = self._load(path, read, weights_only, ours)
         if not state:
             return content
-        ranks = Communicator() if ours else Communicator.alone()
-        ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        self._take_up(content, state, strict)
         if rng is not None and ours:
             set_rng_state(rng)
         return content if isinstance(state, dict) else {}

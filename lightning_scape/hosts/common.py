@@ -20,15 +20,13 @@ from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.beside import side_group
-from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
-from lightning_scape.comm.together import Together
-from lightning_scape.comm.words import Words
+from lightning_scape.comm.collectives import Communicator, group_beside, is_distributed, world_size
 from lightning_scape.core.method import Method, Surroundings, for_config
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import buffers, registration, setup, two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.private_names import Opened, WrappingIO
+from lightning_scape.hosts.words import Words
 
 StateDictType = Literal["full", "sharded"]
 
@@ -77,8 +75,6 @@ class CommonStrategy(Opened):
         """By these ranks choose their messages, so they must be the same on all."""
         self._words = Words(None, 1)
         """Of all ranks, once they have met."""
-        self._together = Together()
-        """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
         self.patience = as_timeout(timeout)
         super().__init__(checkpoint_io=checkpoint_io, timeout=self.patience, **host)  # type: ignore[call-arg]
@@ -112,22 +108,19 @@ class CommonStrategy(Opened):
         host: Any = self
         super().setup_distributed()  # type: ignore[misc]
         check_same_setup(Communicator(), self._alike, None, host.root_device)
-        self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
-        self._nodes.side_group(self.patience)
+        self._nodes.set_up(host.num_processes, host.root_device)
 
     def _new_words(self) -> Words:
         """For a run: those of an earlier one may have been left unheard. Collective."""
         lag = min(self._method.steps_apart(self.config), _HEARD_WITHIN)
         host: Any = self
         # On CUDA the host is a step ahead of the device.
-        self._words = Words.beside(self.patience, max(lag, 2) if host.root_device.type == "cuda" else lag)
+        self._words = Words.beside(max(lag, 2) if host.root_device.type == "cuda" else lag)
         return self._words
 
     def _put_under_method(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
         """Attaches one of the user's optimizers."""
-        beside = self._nodes.side_group(self.patience)
-        surroundings = Surroundings(named, self._nodes.process_group, beside)
-        return self._method.attach(optimizer, self._nodes.config, surroundings)
+        return self._method.attach(optimizer, self._nodes.config, Surroundings(named, self._nodes.process_group))
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -179,20 +172,12 @@ class CommonStrategy(Opened):
     def trained(self) -> tuple[list[Module], list[Method]]:
         """The modules in training, and the methods of their optimizers."""
 
-    def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A module's state as a checkpoint takes it: whole, on rank 0."""
-        if not self._nodes.several:
-            return state_dict
-        self._together.agree()
-        host: Any = self
-        return two_level.whole_state_dict(state_dict, keep=host.is_global_zero)
-
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
         self._saver.wait()
 
     def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(side_group("checkpoint", self.patience))
+        return Communicator(group_beside(None, "checkpoint"))
 
 
 # ------------------------------------------------------------------------------------- how ranks are started, options

@@ -9,10 +9,10 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_scape.comm.words import Words
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import guests
 from lightning_scape.hosts.private_names import skips_backward
+from lightning_scape.hosts.words import Words
 
 
 class LastWindow(guests.Guest):

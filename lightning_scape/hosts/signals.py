@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_scape.comm.words import Words
 from lightning_scape.hosts import guests
 from lightning_scape.hosts.private_names import BROADCAST, REQUEUE_HANDLER, SIGTERM_HANDLER, accumulates, signals
 from lightning_scape.hosts.run_length import ends_epoch
+from lightning_scape.hosts.words import Words
 
 FAILING_SECONDS = 3.0
 """How long a rank that has met an error waits for all others to meet one, too."""

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.comm.under_way import settle
+from lightning_scape.comm.collectives import leave_groups
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
 from lightning_scape.hosts.checkpoints import TrainerCheckpoints
@@ -231,9 +231,8 @@ class MethodStrategy(TrainerCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not signals.ends_together(exception)
-        if self._interrupted and self._signals is not None:
-            for each in self._attached:
-                each.communicator.leave(self._signals.failed_alone)
+        if self._interrupted:
+            leave_groups(self._signals is not None and self._signals.failed_alone)
 
     @override
     def teardown(self) -> None:
@@ -246,7 +245,6 @@ class MethodStrategy(TrainerCheckpoints):
     def _drain(self) -> None:
         for each in self._attached:
             each.drain()
-        settle()
 
     def _put_back(self) -> None:
         """Puts the Trainer's own parts back."""

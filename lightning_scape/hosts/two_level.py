@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -22,17 +22,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_scape.comm import beside
 from lightning_scape.comm.collectives import (
     Communicator,
     ProcessGroup,
     broadcast_tensors,
-    new_group_like,
     new_node_groups,
     world_size,
 )
 from lightning_scape.core.local_shards import local
 
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
+"""Of all strategies of a process, by size of a node and kind of device."""
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Roots that have this module's hooks."""
 
@@ -60,7 +60,6 @@ class Nodes:
         """Nodes times ranks of a node, its dimensions named ``replicate`` and ``shard``."""
         self.process_group: ProcessGroup | None = None
         """The ranks that hold the same rows, one of each node; None with a single node."""
-        self.mask_group: ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -72,13 +71,12 @@ class Nodes:
         """Whether a node has several ranks; known after :meth:`set_up`."""
         return self.mesh is not None
 
-    def set_up(self, ranks_of_node: int, device: torch.device, timeout: timedelta | None) -> None:
+    def set_up(self, ranks_of_node: int, device: torch.device) -> None:
         """Joins the groups of its node and of its place in all nodes; the first call makes them. Collective.
 
         Args:
             ranks_of_node: ranks that run on this node.
             device: this rank's.
-            timeout: of the groups.
 
         Raises:
             ValueError: ``local_group_size`` does not divide the ranks of a node.
@@ -102,21 +100,15 @@ class Nodes:
             self._forget()
             return
 
-        def make() -> tuple[DeviceMesh, ProcessGroup, ProcessGroup | None]:
-            inside, across = new_node_groups(size, timeout)
+        meshes = _meshes.setdefault(cast(ProcessGroup, torch.distributed.group.WORLD), {})
+        if (size, device.type) not in meshes:
+            inside, across = new_node_groups(size)
             grid = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, size)
             names = ("replicate", "shard")
             mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
-            return mesh, across, new_group_like(across, timeout=timeout)
-
-        made = beside.once(("nodes", size, device.type), make)
-        assert made is not None  # a node of several ranks has a process group
-        self.mesh, across, self.mask_group = made
-        self.process_group = across if ranks > size else None
-
-    def side_group(self, timeout: timedelta | None) -> ProcessGroup | None:
-        """The group for messages beside the step: ranks with the same rows, or all. The first call is collective."""
-        return self.mask_group if self.several else beside.side_group("step", timeout)
+            meshes[size, device.type] = mesh
+        self.mesh = meshes[size, device.type]
+        self.process_group = self.mesh["replicate"].get_group() if ranks > size else None
 
     # --------------------------------------------------------------------------------------------- the module
 
@@ -180,7 +172,7 @@ class Nodes:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of a strategy: its set-up makes process groups and the mesh anew."""
-        left_out = ("_replaced", "mesh", "process_group", "mask_group")
+        left_out = ("_replaced", "mesh", "process_group")
         return {**self.__dict__, **dict.fromkeys(left_out)}
 
 
@@ -371,19 +363,19 @@ class ThroughForward(nn.Module):
 # --------------------------------------------------------------------------------------------- state dicts
 
 
-def whole_state_dict(state_dict: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """A state dict with whole tensors in host memory, one gathered after another. Collective over each node.
+def whole(content: Any, keep: bool) -> Any:
+    """A checkpoint with whole tensors in host memory, one gathered after another. Collective over each node.
 
     Args:
-        state_dict: of a sharded module.
-        keep: whether this rank needs the result; else it is empty.
+        content: dicts in it, as modules' states, may hold sharded tensors.
+        keep: whether this rank needs the result; else they are None.
     """
-    found = {}
-    for name, value in state_dict.items():
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            found[name] = tensor.detach().cpu() if isinstance(value, DTensor) else value
-    return found
+    if type(content) in (dict, OrderedDict):  # an optimizer's own state is none of these
+        return {name: whole(value, keep) for name, value in content.items()}
+    if not isinstance(content, DTensor):
+        return content
+    tensor = content.full_tensor()
+    return tensor.detach().cpu() if keep else None
 
 
 def _take_whole_states(module: nn.Module) -> None:

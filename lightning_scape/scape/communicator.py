@@ -20,33 +20,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
-from lightning_scape.comm import pairs, under_way
-from lightning_scape.comm.collectives import Communicator, ProcessGroup
-from lightning_scape.comm.work import Work
-from lightning_scape.comm.worker import Worker
+from lightning_scape.comm import pairs
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, group_beside
+from lightning_scape.comm.work import Work, on_thread
 
 KINDS = ("norm", "values", "parameters", "mask")
 """Kinds of messages, by which their bytes are counted."""
 
 
-@dataclass
 class ScapeCommunicator(Communicator):
     """The messages of one optimizer under SCAPE."""
 
     mask_group: ProcessGroup | None = None
-    """The masks' own group, from :func:`lightning_scape.comm.collectives.new_group_like`."""
+    """The masks' own group."""
 
     @classmethod
-    def with_masks(cls, process_group: ProcessGroup | None, mask_group: ProcessGroup | None) -> Self:
-        """As :meth:`of_optimizer`, with a group for the masks. Collective."""
-        under_way.settle(mask_group)  # what others began on it before
-        made = cls.of_optimizer(process_group)
-        made.mask_group = mask_group
+    @override
+    def of_optimizer(cls, process_group: ProcessGroup | None) -> Self:
+        made = super().of_optimizer(process_group)
+        made.mask_group = group_beside(process_group, "masks")
         return made
 
     def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
@@ -61,11 +57,11 @@ class ScapeCommunicator(Communicator):
         if full.is_cuda or self.mask_group is None:
             act()
             return Work(full, stream=self.side_stream.stream)
-        return Work(full, handle=Worker.of(self.mask_group).do(act))
+        return Work(full, on_thread(self.mask_group, act))
 
     def _gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> None:
         mine = make()
         if self.world_size == 1:
             full.copy_(mine)
-            return
-        pairs.all_gather_into(full, mine, self.mask_group)
+        else:
+            pairs.all_gather_into(full, mine, self.mask_group)()

@@ -67,7 +67,6 @@ class ScapeMethod(Method):
             optimizer,
             config,
             surroundings.process_group,
-            mask_group=surroundings.side_group,
             named_parameters=surroundings.named_parameters,
         )
         stand_in.put_in_place(optimizer, scape)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.numbers import with_plain_numbers
@@ -56,7 +56,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         config: all options of SCAPE.
         process_group: data-parallel ranks; None is the default group (no group: one rank). For DTensors the ranks
             that hold the same rows, one of each node: ``mesh["replicate"].get_group()``; None where there is one node.
-        mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
         named_parameters: of the module, for error messages and checkpoints.
 
@@ -75,7 +74,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         *,
         config: ScapeConfig,
         process_group: ProcessGroup | None = None,
-        mask_group: ProcessGroup | None = None,
         communicator: ScapeCommunicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
@@ -91,11 +89,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or ScapeCommunicator.alone()
-        if communicator is None:
-            mask_group = mask_group or new_group_like(process_group, device=parameters.device_of_first_messages)
-        comm = communicator or ScapeCommunicator.with_masks(process_group, mask_group)
+        comm = communicator or ScapeCommunicator.of_optimizer(process_group)
         node = local_shards.node_communicator(given)
-        comm.device = node.device = parameters.device_of_first_messages
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
@@ -111,7 +106,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         config: ScapeConfig,
         process_group: ProcessGroup | None = None,
         *,
-        mask_group: ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> ScapeOptimizer:
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
@@ -127,15 +121,13 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
                 a state on some ranks only, or one that is sharded.
         """
-        given = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-        ranks = Communicator(process_group, device=getattr(next(given, None), "device", None))
+        ranks = Communicator(process_group)
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
         brought = state_brought(optimizer, ranks)
         new = cls(
             [dict(group) for group in optimizer.param_groups],
             config=_with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw"),
             process_group=process_group,
-            mask_group=mask_group,
             named_parameters=named_parameters,
         )
         for shared, group in zip(optimizer.param_groups, new.param_groups, strict=True):
@@ -339,18 +331,16 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         engine = self.engine
         engine.consolidated = None
-        everyone = engine.comm if engine.node.world_size == 1 else Communicator()
         own = saved.own_state(engine, engine.state_at_rest(), {"param_groups": []})
         # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
-        whole = collect(own, everyone, engine.state.step.device if engine.state else engine.parameters.device, to)
+        device = engine.state.step.device if engine.state else engine.parameters.device
+        whole = collect(own, engine.everyone, device, to)
         if whole is not None:
             engine.consolidated = saved.whole_state(whole)
 
     def own_state(self) -> OwnState:
-        """This rank's part of the state, in views. No tensor is sent. Collective, for a user's hook may fail."""
-        node, comm = self.engine.node, self.engine.comm
-        shown = node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._shown))
-        return saved.own_state(self.engine, self.engine.state_at_rest(), shown)
+        """This rank's part of the state, in views. Sends nothing."""
+        return saved.own_state(self.engine, self.engine.state_at_rest(), self._shown())
 
     def _shown(self) -> dict[str, Any]:
         """Parameter groups, and what the user's hooks add to a state dict. Hooks see no state: no rank has all."""
@@ -391,8 +381,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
         and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
-        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so. A rank
-        with an empty state gets that of the first rank that has one, as :meth:`state_dict` gives it on one rank only.
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
@@ -400,15 +389,13 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             OSError: a directory cannot be read; on every rank.
         """
         self.drain()
-        engine, comm, node = self.engine, self.engine.comm, self.engine.node
-        if not isinstance(state_dict, SavedState):
-            state_dict = node.share(comm.share(state_dict))
+        engine = self.engine
         state = engine.allocate()
 
         def load() -> saved.Loaded:
             return saved.load(engine, state, state_dict, self, self.param_groups)
 
-        loaded = node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
+        loaded = engine.everyone.raise_on_all_ranks(load)
         loaded.take_up(engine)
         for group, theirs in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update(deepcopy({name: value for name, value in theirs.items() if name != "params"}))  # as torch does

@@ -54,6 +54,8 @@ class Engine:
         node: Communicator,
     ) -> None:
         self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
+        self.everyone = comm if node.world_size == 1 else Communicator()
+        """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
@@ -116,7 +118,7 @@ class Engine:
             message = self.outgoing.take(step)
         with record.phase("exchange"):
             arriving = self.comm.all_to_all(message)
-        with arriving, record.phase("sweep"):
+        with record.phase("sweep"):
             mine = self.shard.take(step)
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)

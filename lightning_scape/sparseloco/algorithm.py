@@ -220,7 +220,7 @@ class Algorithm:
         mine = [progress.steps, progress.in_window, bool(progress.written), opening.digest(facts)]
         message = torch.cat([square.double(), torch.tensor(mine, dtype=torch.float64).to(device)])
         # In the order of the ranks: nodes, and the ranks of each.
-        received = node.all_gather_stacked(comm.all_gather_facts(message)).transpose(0, 1)
+        received = node.all_gather_stacked(comm.all_gather_stacked(message, "norm")).transpose(0, 1)
         everyone = [Opening(*rank) for rank in received.reshape(-1, len(message)).tolist()]
         opening.check_steps(everyone)
         if len({rank.facts for rank in everyone}) > 1:

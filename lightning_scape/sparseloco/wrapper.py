@@ -101,8 +101,6 @@ class SparseLoCo:
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
         self.everyone = comm if node.world_size == 1 else Communicator()
         """All ranks whose parts make up a state."""
-        for ranks in (comm, node, self.everyone):
-            ranks.device = self.parameters.device_of_first_messages
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, 1)
         self.exchange_bytes = config.exchange_bytes(numels, comm.world_size)
@@ -238,9 +236,8 @@ class SparseLoCo:
         return self._consolidated
 
     def own_state(self) -> OwnState:
-        """This rank's part of the state, in views. No state is sent. Collective, for the inner optimizer may fail."""
-        live = self._live()
-        return self.everyone.raise_on_all_ranks(lambda: saved.own_state(live))
+        """This rank's part of the state, in views. Sends nothing after the first step."""
+        return saved.own_state(self._live())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
@@ -251,15 +248,12 @@ class SparseLoCo:
         ranks is kept), and the inner state of one of the saved ranks. A state of the inner optimizer alone (trained
         without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
 
-        Load the model first: inside a window its parameters are another rank's. A rank with an empty state gets that of
-        the first rank that has one, as :meth:`state_dict` gives it on one rank only.
+        Load the model first: inside a window its parameters are another rank's.
 
         Raises:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        if not isinstance(state_dict, SavedState):
-            state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)
         loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(live, state_dict))
         self._inner.load(loaded.inner)

@@ -11,15 +11,13 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_scape.comm.beside import side_group
-from lightning_scape.comm.collectives import ProcessGroup
+from lightning_scape.comm.collectives import ProcessGroup, group_beside
 
 _POLL_SECONDS = 0.02
 
@@ -41,9 +39,6 @@ class Words:
         lag: batches after which a word is heard, so that nothing waits for it.
     """
 
-    _failures: ClassVar[int] = 0
-    """Fits that an error has ended: some rank may have said a word that no other one answers on that group."""
-
     def __init__(self, group: ProcessGroup | None, lag: int) -> None:
         self._group, self.lag = group, lag
         self.ranks = 1 if group is None else dist.get_world_size(group)
@@ -54,9 +49,9 @@ class Words:
         """What some rank was told, as all have heard."""
 
     @classmethod
-    def beside(cls, timeout: timedelta | None, lag: int) -> Words:
+    def beside(cls, lag: int) -> Words:
         """Over all ranks. Collective."""
-        return cls(side_group(f"word {cls._failures}", timeout), lag)
+        return cls(group_beside(None, "words"), lag)
 
     def __reduce__(self) -> tuple[type[Words], tuple[None, int]]:
         """A copy is alone."""
@@ -117,7 +112,6 @@ class Words:
 
     def all_failed(self, seconds: float) -> bool:
         """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
-        Words._failures += 1
         # Twice: one that came in vain has gone, and its first word is still there.
         return self._all_come(seconds) and self._all_come(seconds)
 
