@@ -86,7 +86,10 @@ class Algorithm:
     ) -> None:
         self.optimizer, self.config, self.parameters, self.layout = optimizer, config, parameters, layout
         self.comm, self.node = comm, node
-        self.wire = Wire(*config.quota, config.bits)
+        sent, bits = config.quota.sent, config.bits
+        if comm.world_size == 1:  # nobody to send to: nothing needs to be chosen or rounded
+            sent, bits = layout.block_size, None
+        self.wire = Wire(layout.block_size, sent, bits)
         self.state: LocoState | None = None
         """Made at the first step, or by a load."""
         self.progress = Progress()
@@ -235,10 +238,6 @@ class Algorithm:
 
     def _send(self, blocks: Tensor) -> Tensor:
         """Every rank's message, ``[N, blocks, W]``; what is in this rank's leaves ``blocks``."""
-        if self.comm.world_size == 1:  # nobody to send to: nothing needs to be chosen or rounded
-            everything = blocks.clone().view(torch.uint8).unsqueeze(0)
-            blocks.zero_()
-            return everything
         message = torch.empty(len(blocks), self.wire.row_bytes, dtype=torch.uint8, device=blocks.device)
         for rows in self._rows():
             message[rows] = self.wire.take(blocks[rows])
@@ -246,8 +245,6 @@ class Algorithm:
 
     def _mean(self, messages: Tensor, like: Tensor) -> Tensor:
         """The sum of the ranks' messages, in rank order, as blocks like ``like``, divided as ``average`` says."""
-        if self.comm.world_size == 1:
-            return messages[0].view(torch.float32)
         total, senders = torch.zeros_like(like), torch.zeros_like(like)
         everything = self.wire.dense or self.config.average == "all"
         for message in messages:
@@ -334,10 +331,13 @@ class Algorithm:
             return
         self.note()
         if progress.in_window:
-            found = {place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]}
+            found = [place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]]
         else:
             self.parameters.flatten()
-            found = {place for place, entries, theta in self._parts() if self._delta(entries, theta).any()}
+            moved = torch.zeros(len(self.parameters.flat), dtype=torch.bool, device=self.parameters.device)
+            for place, entries, theta in self._parts():
+                moved[place] |= self._delta(entries, theta).any()
+            found = moved.nonzero().view(-1).tolist()
         progress.written = sorted({*progress.written, *found})
 
     def _start_from_what_was_written(self) -> None:

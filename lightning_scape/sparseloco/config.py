@@ -49,7 +49,7 @@ class SparseLoCoConfig:
     """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"senders"``, the number n of ranks
     that sent the entry (the authors' code), or ``"geometric"``, their geometric mean sqrt(N n). Ranks choose different
     entries, so most of the N say nothing about an entry. Where everything is sent, all three are the mean
-    (docs/results.md)."""
+    (docs/sparseloco.md)."""
 
     local_group_size: int | Literal["node"] = 1
     """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 7); ``"node"`` takes all ranks
