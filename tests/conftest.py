@@ -7,19 +7,13 @@ import os
 # Before torch is imported: the ranks of a test share few cores, and thread pools of several ranks fight over them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path
-
-# Torchmetrics, and so Lightning, imports transformers wherever one is installed that is new enough: a quarter of the
-# time that a new process takes. pyproject.toml has the folder on this process's path, and here it comes on the others'.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).with_name("old_transformers")), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-
 import functools
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +30,11 @@ from hypothesis import settings
 from poison import poisoned_empty
 
 torch.set_num_threads(1)
+
+# Before Lightning is imported, here and in all processes that tests start.
+QUICK_IMPORTS = Path(__file__).with_name("quick_imports")
+runpy.run_path(str(QUICK_IMPORTS / "sitecustomize.py"))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(QUICK_IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # No deadline: the machine is shared with other ranks. Derandomized: a change is to blame for a failure, not the draw.
 settings.register_profile("scape", deadline=None, derandomize=True, max_examples=25, database=None)

@@ -38,7 +38,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     tools = tmp_path_factory.mktemp("bin")
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tools / "python").chmod(0o755)
-    variables = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths = {"PATH": tools, "PYTHONPATH": ROOT}
+    variables = {name: f"{path}{os.pathsep}{os.environ[name]}" for name, path in paths.items()}
     variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"}
     with Cluster(variables) as cluster:
         yield cluster
