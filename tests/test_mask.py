@@ -16,7 +16,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.state import Scale, ScapeState, Step
-from lightning_scape.scape.stats import StepRecord
+from lightning_scape.scape.stats import StepStats
 
 CPU = torch.device("cpu")
 SECONDS = 0.02
@@ -48,16 +48,16 @@ def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
     state.calls, one, sent = number, torch.ones(()), masks.schedule.sent(number)
-    return Step(state, [], [], StepRecord(), Scale(one, one, one, one), sent)
+    return Step(state, [], [], StepStats(), Scale(one, one, one, one), sent)
 
 
 def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:
     """The mask that a step uses, and the seconds that it waits, as the engine does."""
     step = begun(masks, state, number)
-    step.record.exchange_wait = masks.wait()
+    step.stats.exchange_wait = masks.wait()
     if masks.missing(step):
         masks.make_now(step)
-    return masks.of(step).everyone, step.record.exchange_wait
+    return masks.active, step.stats.exchange_wait
 
 
 def send(masks: Masks, state: ScapeState, number: int) -> None:
@@ -141,7 +141,7 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     step = begun(masks, state, 0)
     assert masks.missing(step)
     masks.make_now(step)
-    mask = masks.of(step).everyone
+    mask = masks.active
     assert mask is not None
     assert mask.view(-1).tolist() == [3, 0, 9, 5]
 

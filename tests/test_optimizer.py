@@ -181,7 +181,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     share = (world_size - 1) / world_size
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
     flags = pack_flags([True] * (len(params) + 2), world_size).numel()  # end of the epoch, told to stop
-    norm = ((4093 if clip else 1) + flags + DIGITS) * 4
+    norm = (4093 + flags + DIGITS) * 4  # in a step that is not clipped, too
     values_bytes = entries * itemsize[config.values_dtype]
     parameter_bytes = entries * min(itemsize[dtype], itemsize[config.values_dtype])
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
@@ -191,14 +191,14 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
         ("all_gather_into", parameter_bytes),
         ("all_gather_into", mask_bytes),
     ]
-    assert stats.bytes_norm == int(2 * norm * share)
-    assert stats.bytes_values == int(values_bytes * share)
-    assert stats.bytes_parameters == int(parameter_bytes * share)
-    assert stats.bytes_mask == int(mask_bytes * share)
+    assert stats.bytes_sent["norm"] == int(2 * norm * share)
+    assert stats.bytes_sent["values"] == int(values_bytes * share)
+    assert stats.bytes_sent["parameters"] == int(parameter_bytes * share)
+    assert stats.bytes_sent["mask"] == int(mask_bytes * share)
     assert stats.bytes_total == int(2 * norm * share) + sum(
         int(b * share) for b in (values_bytes, parameter_bytes, mask_bytes)
     )
-    assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_norm
+    assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_sent["norm"]
     return {"density": stats.density}
 
 

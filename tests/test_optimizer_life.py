@@ -27,8 +27,7 @@ def collect_stats(rank: int, world_size: int) -> Any:
 def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
     for stats in run_ranks(collect_stats, 2):
         assert stats.step == 4
-        assert 0.1 <= stats.density <= 0.12  # a block that is mostly pads sends its whole quota all the same
-        assert 0.5 < stats.mask_churn <= 1.0
+        assert stats.density == 0.1
         assert stats.grad_norm > 0
         assert stats.clip_factor == 1.0
         assert stats.bytes_dense == sum(p.numel() for p in parameters()) * 4

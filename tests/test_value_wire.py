@@ -111,7 +111,7 @@ def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: 
     state, stats = optimizer.engine.state, optimizer.stats
     assert state is not None
     assert stats is not None
-    counted = {"values": stats.bytes_values, "parameters": stats.bytes_parameters}
+    counted = {"values": stats.bytes_sent["values"], "parameters": stats.bytes_sent["parameters"]}
     width = 2 if dtype == torch.bfloat16 else 4
     planned = scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
     assert counted == {kind: planned[kind] for kind in counted}
@@ -158,7 +158,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     lost = []
 
     def watched(step: Step) -> Tensor:
-        before, mask = step.state.residual.clone(), step.mask.everyone
+        before, mask = step.state.residual.clone(), step.mask
         assert mask is not None
         if not step.folded:
             pieces = outgoing.region.pieces
@@ -306,8 +306,8 @@ def _switch(rank: int, world_size: int) -> None:
         step(params, fourth, rank, next(gradient))
         assert fourth.stats is not None
         planned = scape_bytes(NUMELS, world_size, fourth.config, parameter_bytes=2)
-        assert fourth.stats.bytes_values == planned["values"]
-        assert fourth.stats.bytes_parameters == planned["parameters"]
+        assert fourth.stats.bytes_sent["values"] == planned["values"]
+        assert fourth.stats.bytes_sent["parameters"] == planned["parameters"]
         kept = whole(fourth)
         assert kept["scape"]["facts"]["config"]["wire_dtype"] == wire  # and so it goes on
         for again in (made(wire), *([made(None)] if wire == "int4" else [])):
@@ -370,7 +370,7 @@ def _count_bytes(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
         stats = optimizer.stats
         assert stats is not None
         share = parameter.numel() * (world_size - 1) / world_size
-        found += [(stats.bytes_total - stats.bytes_norm) / share, stats.bytes_mask / share]
+        found += [(stats.bytes_total - stats.bytes_sent["norm"]) / share, stats.bytes_sent["mask"] / share]
     return found
 
 

@@ -38,7 +38,7 @@ from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.stats import PHASES, StepRecord
+from lightning_scape.scape.stats import PHASES, StepStats
 
 SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (1800, 2048)}
 """Millions of parameters, and the width of the layers they are cut into."""
@@ -235,12 +235,12 @@ def marked_phases(clock: Clock, marks: dict[str, list[tuple[Any, Any]]]) -> Iter
     """Within it, the phases of a step leave the moments of each of their parts in ``marks``."""
 
     @contextmanager
-    def phase(self: StepRecord, name: str) -> Iterator[None]:
+    def phase(self: StepStats, name: str) -> Iterator[None]:
         begin = clock.mark()
         yield
         marks.setdefault(name, []).append((begin, clock.mark()))
 
-    with patch.object(StepRecord, "phase", phase):
+    with patch.object(StepStats, "phase", phase):
         yield
 
 

@@ -359,8 +359,8 @@ class SimulatedRanks(Ranks):
 
     def bytes_sent(self) -> int:
         """By a rank in the last step, counted from the tensors."""
-        record = self.optimizers[0].engine.record  # `stats` reads more
-        return 0 if record is None else sum(record.bytes_sent.values())
+        stats = self.optimizers[0].stats
+        return 0 if stats is None else stats.bytes_total
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, as a checkpoint holds it."""

@@ -65,8 +65,6 @@ class Padding:
 
     length: int = 0
     """Numbers in each."""
-    sketched: int = 0
-    """How many of these the sketches sent so far need."""
 
 
 @dataclass

@@ -165,13 +165,12 @@ class Method(ABC):
         """A line for the start of a run: what is sent, how often."""
 
     @abstractmethod
-    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+    def bytes_of_steps(self, first: int, last: int) -> int:
         """Bytes that this rank sends from step ``first`` up to (not including) ``last``.
 
         Args:
             first: steps that were taken before.
             last: steps of the whole run.
-            clips: whether the norm of the gradient is clipped.
         """
 
     @property

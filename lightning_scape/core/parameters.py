@@ -175,11 +175,8 @@ class Parameters:
 
         A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
         masters are kept, parameters are roundings of them: then the values must come.
-
-        Parameters that share memory always travel as changes: the value written last would undo the others.
         """
-        narrower = dtype.itemsize < self.wire_dtype.itemsize
-        return self.share_memory or (narrower and not self.need_masters)
+        return dtype.itemsize < self.wire_dtype.itemsize and not self.need_masters
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -188,17 +185,8 @@ class Parameters:
 
     @property
     def need_masters(self) -> bool:
-        """Whether some are narrower than the arithmetic, so that small updates would be rounded away.
-
-        Parameters that share memory have no masters, as with torch's optimizers: others write them, too.
-        """
-        return self._dtypes != {self.state_dtype} and not self.share_memory
-
-    @property
-    def share_memory(self) -> bool:
-        """Whether some lie in the memory of others, as ``nn.Parameter(other)``: torch would step these twice."""
-        here = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in self.local if not is_lazy(p))
-        return any(begin < end for (_, end), (begin, _) in zip(here, here[1:], strict=False))
+        """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
+        return self._dtypes != {self.state_dtype}
 
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
@@ -224,6 +212,13 @@ class Parameters:
         for name, parameter in zip(self.names, self.local, strict=True):
             if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
                 return found
+        here = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in zip(self.names, self.local, strict=True))
+        for (_, end, first), (begin, _, second) in zip(here, here[1:], strict=False):
+            if begin < end:
+                return (
+                    f"Parameters must not share memory, got {first} and {second}, which do: each would undo a part of"
+                    " the other's step. Register one parameter in both places, which ties them."
+                )
         return None
 
 

@@ -71,8 +71,7 @@ class ScapeMonitor(Callback):
         known = len(methods) == 1 or pl_module.automatic_optimization
         steps = steps_of_optimizer(trainer, first) if known else None
         if steps is not None and steps > first:
-            clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
-            sent = sum(each.bytes_of_steps(first, int(steps), clips) for each in methods)
+            sent = sum(each.bytes_of_steps(first, int(steps)) for each in methods)
             dense = sum((int(steps) - first) * each.dense_bytes for each in methods)
             _say(trainer, methods, "will send", sent, dense, int(steps) - first)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.scape.clipping import SKETCH_WIDTHS
+from lightning_scape.scape.clipping import width
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import DIGITS
 from lightning_scape.scape.mask import SparsitySchedule
@@ -17,7 +17,7 @@ from lightning_scape.wire.values import packed_bytes
 def scape_bytes(
     numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4, sent: int | None = None
 ) -> dict[str, int]:
-    """Bytes that a rank sends in a step with clipping, by kind; exactly what the package counts.
+    """Bytes that a rank sends in a step, by kind; exactly what the package counts.
 
     Args:
         numels: entries of each parameter tensor.
@@ -28,13 +28,11 @@ def scape_bytes(
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
     back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
-    return message_bytes(config, blocks, ranks, back, sent) | {
-        "norm": norm_bytes(config, len(numels), ranks, clip=True)
-    }
+    return message_bytes(config, blocks, ranks, back, sent) | {"norm": norm_bytes(config, len(numels), ranks)}
 
 
 def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int) -> int:
-    """Bytes that a rank sends in a run of so many steps with clipping, warm-up included; fp32 parameters."""
+    """Bytes that a rank sends in a run of so many steps, warm-up included; fp32 parameters."""
     schedule = SparsitySchedule.of(config)
 
     def of(sent: int) -> dict[str, int]:
@@ -45,10 +43,9 @@ def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int
     return whole + following["mask"]
 
 
-def norm_bytes(config: ScapeConfig, parameters: int, ranks: int, *, clip: bool) -> int:
+def norm_bytes(config: ScapeConfig, parameters: int, ranks: int) -> int:
     """Bytes that a rank sends in the first message of a step; ``parameters`` says how many tensors there are."""
-    entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
-    return 2 * 4 * (entries + packed_size(parameters, ranks) + DIGITS) * (ranks - 1) // ranks
+    return 2 * 4 * (width(config, ranks) + packed_size(parameters, ranks) + DIGITS) * (ranks - 1) // ranks
 
 
 def message_bytes(

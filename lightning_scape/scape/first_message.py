@@ -70,6 +70,8 @@ class Answer(NamedTuple):
     """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the CPU knows that all have."""
     together: Tensor
     """0-dim bool: whether all ranks are at the same step."""
+    standing: Standing
+    """This rank's."""
 
 
 class FirstMessage:
@@ -79,19 +81,20 @@ class FirstMessage:
         communicator: the ranks whose gradients are averaged.
         node: the ranks that hold the other rows of the same gradient.
         parameters: their number; each has a flag.
+        width: numbers of what is measured, at most. The message has room for them in every step: whether ranks clip
+            may differ by mistake, and messages of two lengths would not meet.
     """
 
-    def __init__(self, communicator: Communicator, node: Communicator, parameters: int) -> None:
-        self.communicator, self.node = communicator, node
+    def __init__(self, communicator: Communicator, node: Communicator, parameters: int, width: int) -> None:
+        self.communicator, self.node, self._width = communicator, node, width
         if (padding := communicator.padding) is not None:
-            length = 1 + packed_size(parameters, communicator.world_size) + DIGITS
-            padding.length = max(padding.length, length + padding.sketched)
+            padding.length = max(padding.length, width + packed_size(parameters, communicator.world_size) + DIGITS)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
 
         Args:
-            measured: fp32 ``[n]``, of this rank's gradients, to be summed: a sketch, or, with n = 1, the squared norm.
+            measured: fp32, of this rank's gradients, to be summed: a sketch, or the squared norm ``[1]``.
             flags: which parameters have a gradient on this rank.
             standing: of this rank.
 
@@ -99,50 +102,36 @@ class FirstMessage:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
                 :meth:`raise_apart` does that later, and the step is one that changes nothing.
         """
-        if self.communicator.world_size == 1:
-            return self._over_node(self._alone(measured, flags), None)
-        padding, longer = self.communicator.padding, len(measured) - 1
-        if padding is not None and longer > padding.sketched:
-            if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
-                counted = self.communicator.traffic.bytes_sent["norm"]
-                answer, error = self._exchange(measured.new_zeros(1), flags, standing)
-                self.communicator.traffic.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
-                if error is not None:
-                    return self._over_node(answer, error)
-            padding.length, padding.sketched = padding.length - padding.sketched + longer, longer
-        return self._over_node(*self._exchange(measured, flags, standing))
+        answer, error = self._exchange(measured, flags, standing)
+        if self.node.world_size == 1:
+            if error is not None:
+                raise error
+            return answer
+        return self._over_node(answer, error)
 
     def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
         """The answer of the ranks with the same rows; on the CPU also an error that ranks with other rows must know."""
         ranks, device, error = self.communicator.world_size, measured.device, None
-        packed, digest = pack_flags(flags, ranks), standing.digest(ranks)
+        packed, digest, sketched = pack_flags(flags, ranks), standing.digest(ranks), len(measured) > 1
         carried = ops.to_device(torch.cat([packed, digest]), device)
-        sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
-        measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
+        room = measured.new_zeros(self._width - len(measured))
+        sums = self.communicator.all_reduce_sum(torch.cat([measured, room, carried]))
+        measured, packed, digests = sums.split([self._width, len(packed), DIGITS])
         counts = count_flags(packed, len(flags), ranks)
         together = (digests == ops.to_device(digest, device) * ranks).all()
         try:
             if device.type == "cpu" and not together:
                 self.raise_apart(standing)
         except RuntimeError as raised:
-            if self.node.world_size == 1:
-                raise
             error = raised
         present = (counts != 0).float()
-        unknown = device.type != "cpu" or not bool(present.all())
+        all_have = all(flags) if ranks == 1 else device.type == "cpu" and bool(present.all())
         mean = measured / ranks
-        norm = mean.sum().sqrt() if len(mean) == 1 else torch.linalg.vector_norm(mean)
-        return Answer(norm, present if unknown else None, together), error
-
-    def _alone(self, measured: Tensor, flags: Sequence[bool]) -> Answer:
-        present = None if all(flags) else torch.tensor(flags, dtype=torch.float32, device="cpu")
-        present = None if present is None else ops.to_device(present, measured.device)
-        return Answer(measured.sum().sqrt(), present, torch.ones_like(measured[0]))
+        norm = torch.linalg.vector_norm(mean) if sketched else mean.sum().sqrt()
+        return Answer(norm, None if all_have else present, together, standing), error
 
     def _over_node(self, answer: Answer, error: Exception | None) -> Answer:
         """The answer with the norm of the whole gradient. What the ranks of some rows know, all learn. Collective."""
-        if self.node.world_size == 1:
-            return answer
         norm = answer.norm
         well = answer.together if error is None else torch.zeros_like(norm)
         facts = torch.stack([norm, well.to(norm.dtype)])

@@ -21,7 +21,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.state import ScapeState, Step, StepMask
+from lightning_scape.scape.state import ScapeState, Step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Masks:
         """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
         self._pending_sent = self._pending_turn = 0
         self._layout, self._comm = layout, comm
-        self._my_rows = layout.rows_of(comm.rank)
 
     # ------------------------------------------------------------------------------------------- the mask of a step
 
@@ -117,13 +116,8 @@ class Masks:
     def make_now(self, step: Step) -> None:
         """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
         self._launch(step.sent, step.state)
-        step.record.exchange_wait += self.wait()
+        step.stats.exchange_wait += self.wait()
         self.unproven = True
-
-    def of(self, step: Step) -> StepMask:
-        """The step's mask, in the parts that a step uses."""
-        mask = self.active
-        return StepMask() if mask is None else StepMask(mask, mask[self._my_rows])
 
     # ------------------------------------------------------------------------------------------- the next mask
 

@@ -134,11 +134,11 @@ class ScapeMethod(Method):
         )
 
     @override
-    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+    def bytes_of_steps(self, first: int, last: int) -> int:
         optimizer = self.optimizer
         counts = optimizer.schedule.sent_by_step(last, first)
         tensors, ranks = len(optimizer.engine.parameters.local), self.communicator.world_size
-        norm = norm_bytes(optimizer.config, tensors, ranks, clip=clips)
+        norm = norm_bytes(optimizer.config, tensors, ranks)
         return sum(count * (optimizer.bytes_per_step(sent) + norm) for sent, count in counts.items())
 
     @property

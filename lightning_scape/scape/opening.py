@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import Parameters, problem_of_group
 from lightning_scape.core.private_names import version
-from lightning_scape.scape.clipping import GradientClipping
-from lightning_scape.scape.first_message import Standing, settings
+from lightning_scape.scape.clipping import Sketch, squared_norm
+from lightning_scape.scape.first_message import Answer, FirstMessage, Standing, settings
+from lightning_scape.scape.state import Groups
 
-Groups = Sequence[dict[str, Any]]
-"""An optimizer's parameter groups: schedulers change them from step to step."""
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class Opening:
-    """Opens a step by its first message, with what this rank has done since the last one.
+    """Opens a step by its first message, and keeps what was decided until the step that uses it.
 
-    The first to ask for the norm sends it: clipping, or the step itself.
+    The first to ask for the norm sends it: clipping, or the step itself. Nothing here touches a gradient or a residual:
+    the factor is applied when the step folds gradients into the residual.
 
     Args:
         parameters: those trained.
-        comm: the ranks whose gradients are averaged.
-        clipping: measures, and keeps what was decided.
+        first_message: of a step.
+        sketches: whether the norm is measured by sketches.
     """
 
-    def __init__(self, parameters: Parameters, comm: Communicator, clipping: GradientClipping) -> None:
-        self._parameters, self._comm, self._clipping = parameters, comm, clipping
-        self.message = clipping.first_message
+    def __init__(self, parameters: Parameters, first_message: FirstMessage, sketches: bool) -> None:
+        self._parameters, self._message = parameters, first_message
+        self._sketch = Sketch() if sketches else None
         self.batch: int | None = None
         """Batches of the epoch so far, where the Trainer says it."""
         self.compared = False
@@ -41,6 +41,17 @@ class Opening:
         self._used = True
         self._cleared: list[int | None] = []
         """:meth:`_versions` after gradients were cleared."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was recorded: its gradient is gone."""
+        self.answer: Answer | None = None
+        """To the first message, with the gradients at hand; None before it."""
+        self._factor: Tensor | None = None
+        self._measured: list[tuple[Tensor | None, int | None]] = []
+        """Gradients whose norm was asked for before the step, and their versions then."""
+
+    # ------------------------------------------------------------------------------------------- the message
 
     def gradients(self, groups: Groups, calls: int, max_norm: float | None = None) -> list[Tensor | None]:
         """Returns flat gradients. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
@@ -53,58 +64,118 @@ class Opening:
             calls: steps before this one.
             max_norm: bound of the norm; None: no clipping is asked for.
         """
-        if max_norm is not None:
-            self._check_clipped()
         grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
-        device, error = self._parameters.device, None
+        device, error, ranks = self._parameters.device, None, self._message.communicator.world_size
         try:
             if problems := [found for group in groups if (found := problem_of_group(group)) is not None]:
                 raise ValueError(problems[0])
             self._parameters.check_groups(groups)
-            raw = self._parameters.raw_gradients()
-            grads = self._clipping.flat_of(raw) or self._parameters.flat_gradients(raw)
+            grads = self._parameters.flat_gradients(self._parameters.raw_gradients())
         except Exception as found:
             error = found
-        if error is not None and (self._comm.world_size == 1 or device.type == "cuda"):
+        if error is not None and (ranks == 1 or device.type == "cuda"):
             raise error
-        if self._clipping.answer is None or max_norm is not None:
+        if self.answer is None or max_norm is not None:
+            measure = squared_norm if max_norm is None or self._sketch is None else self._sketch
+            given = [grad is not None for grad in grads]
             try:
-                self._clipping.measure(grads, device, self._standing(groups, calls, max_norm, error))
+                standing = self._standing(groups, calls, max_norm, error)
+                self.answer = self._message.exchange(measure(grads, device), given, standing)
             except RuntimeError as told:
                 raise (error or told) from told.__cause__
         if error is not None:
             raise error
         return grads
 
-    def _check_clipped(self) -> None:
-        """Checks that clipped gradients are unchanged; forgets them if the module's ``zero_grad()`` has removed all."""
-        if not self._clipping.recorded:
-            return
-        grads = self._parameters.raw_gradients()
-        if self._clipping.are_gone(grads):
-            self._clipping.forget()
-        else:
-            self._clipping.check_unchanged(grads)
-
     def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
         """What must be the same on all ranks in this step."""
         # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
         left_out = self._left_out if self.batch is None else 0
-        facts = self._comm.number, calls, left_out, self.batch, self.compared
+        facts = self._message.communicator.number, calls, left_out, self.batch, self.compared
         problem = None if error is None else f"{type(error).__name__}: {error}"
         return Standing(*facts, settings(groups), max_norm, problem)
 
-    # ------------------------------------------------------------------------------------- what became of gradients
+    def scale(self) -> Tensor:
+        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
 
-    def ask_anew(self) -> None:
-        """Has the norm measured again, unless gradients were clipped: they may have changed, or be new ones."""
-        if not self._clipping.recorded:
-            self._clipping.forget()
+        0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
+        where ranks are apart: then nothing is folded.
+        """
+        assert self.answer is not None
+        norm = self.answer.norm
+        usable = torch.isfinite(norm)
+        if norm.is_cuda:
+            usable = usable & (self.answer.together != 0)
+        return torch.where(usable, 1.0 if self._factor is None else self._factor, 0.0)
 
-    def measured(self, flat: list[Tensor | None]) -> None:
-        """Notes that the norm of the gradients, ``flat``, is known before the step, which takes the same ones."""
-        self._clipping.remember(self._parameters.raw_gradients(), flat)
+    # ------------------------------------------------------------------------------------------- before the step
+
+    def clip(self, groups: Groups, calls: int, max_norm: float, strict: bool) -> Tensor:
+        """Records the factor ``min(1, max_norm / norm)``, times that of an earlier call for the same gradients.
+
+        Returns:
+            The norm that was measured, times the earlier factor: 0-dim fp32.
+
+        Raises:
+            RuntimeError: ``strict``, and it is not finite; or gradients have changed since an earlier call.
+        """
+        if not max_norm > 0:
+            raise ValueError(
+                f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
+                " (Trainer: gradient_clip_val=None)."
+            )
+        if self._factor is not None:
+            known = [grad for grad, _ in self._measured]
+            if any(grad is not None and grad is old for grad, old in zip(self._raw(), known, strict=False)):
+                self.check_unchanged()
+            else:  # the module's zero_grad() has removed all
+                self.forget()
+        self.gradients(groups, calls, max_norm)
+        assert self.answer is not None
+        norm = self.answer.norm if self._factor is None else self.answer.norm * self._factor
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # clamp: a factor that underflows to 0 would read as "skip".
+        self._factor = (factor if self._factor is None else factor * self._factor).clamp(min=_TINY)
+        if strict and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
+                " `error_if_nonfinite=False` to let the optimizer skip such a step on all ranks."
+            )
+        self._remember()
+        return norm
+
+    def all_finite(self, groups: Groups, calls: int) -> bool:
+        """Whether the gradients of all ranks are finite. They are measured again unless they were clipped."""
+        if self._factor is None:
+            self.forget()
+        self.gradients(groups, calls)
+        assert self.answer is not None
+        finite = bool(torch.isfinite(self.answer.norm))
+        self._remember()
+        return finite
+
+    def _raw(self) -> list[Tensor | None]:
+        return self._parameters.raw_gradients()
+
+    def _remember(self) -> None:
+        """Notes the gradients whose norm is known before the step: it takes the same ones."""
+        self._measured = [(grad, None if grad is None else version(grad)) for grad in self._raw()]
         self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
+
+    def check_unchanged(self) -> None:
+        """Raises ``RuntimeError`` if a gradient has changed since it was clipped.
+
+        It may no longer be finite, and the recorded factor would also scale what was added since.
+        """
+        for place, (grad, (known, known_version)) in enumerate(zip(self._raw(), self._measured, strict=False)):
+            if grad is not known or (grad is not None and version(grad) != known_version):
+                raise RuntimeError(
+                    "Gradients must stay as they are once they are clipped, until the step, got another one for"
+                    f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
+                    " them; or call the optimizer's zero_grad() to drop what was clipped."
+                )
+
+    # ------------------------------------------------------------------------------------- what became of gradients
 
     def used(self) -> None:
         """Notes that all ranks have used their gradients, or had none."""
@@ -117,7 +188,7 @@ class Opening:
         if not self._used and changed and any(p.grad is not None for p in self._parameters.tensors):
             self._left_out += 1
         self._used = False
-        self._clipping.forget()
+        self.forget()
         yield
         self._cleared = self._versions()
 

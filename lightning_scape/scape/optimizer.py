@@ -178,9 +178,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             skipped.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
-                checkpoint) raises it, after this one was skipped: to know it now, the CPU would have to wait. Or
-                gradients have changed since they were clipped.
+            RuntimeError: ``error_if_nonfinite`` (on CUDA the CPU then waits), and the norm is not finite; on every
+                rank. Or gradients have changed since they were clipped.
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
@@ -292,10 +291,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     def stats(self) -> StepStats | None:
         """Figures of the last step, None before the first.
 
-        Made when asked for (then kept until the next step): reads the whole residual once, and on CUDA waits for the
-        device. Do not ask at every step.
+        On CUDA, reading its norm or factor waits for the device. Do not ask at every step.
         """
-        return self.engine.stats()
+        return self.engine.stats
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -418,7 +416,6 @@ def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str
         "lightning_scape's version": __version__,
         "config": [f"{name}={value!r}" for name, value in plain.items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
-        "whether parameters share memory": parameters.share_memory,
         # As numbers: a tensor's text names its device, and leaves out digits.
         "parameter groups": [{name: _plain(group.get(name, False)) for name in names} for group in groups],
     }

@@ -99,7 +99,7 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> Ow
         "calls": state.calls,
         "warmup_steps": masks.schedule.warmup_steps,
         "block_size": layout.block_size,
-        "skipped": [engine.clipping.skipped_in_row, engine.clipping.skipped_total],
+        "skipped": [engine.skips.in_row, engine.skips.total],
     }
     return OwnState(shown, facts, Part({}, chunks))
 
@@ -143,10 +143,9 @@ class Loaded:
         for note in self.notes:
             warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
         engine.masks.restore(self.mask)
-        engine.masks.schedule, clipping = self.schedule, engine.clipping
+        engine.masks.schedule = self.schedule
         if self.skipped is not None:
-            clipping.skipped_in_row, clipping.skipped_total = self.skipped
-            clipping.last_skipped = clipping.skipped_in_row > 0
+            engine.skips.in_row, engine.skips.total = self.skipped
 
 
 def load(

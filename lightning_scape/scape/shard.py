@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.rows import Participants, RowHyperparameters
+from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.wire.values import ValueWire
 
@@ -33,7 +31,7 @@ class Outgoing:
         """Packs the values, while they are swept."""
         self._rank, self._shards = rank, layout.world_size
         self._dtype, self._my_rows = config.values_dtype, layout.rows_of(rank)
-        self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
+        self._rows = slice(0, layout.blocks if self.region.rows else 0)  # none with one rank
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, in a step that ranks its own gradient."""
@@ -46,21 +44,11 @@ class Outgoing:
 
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
-        residual = step.state.residual[: self._blocks]
-        mask = step.mask.everyone
-        values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
-        message = self.wire.message(self._blocks // self._shards, step.sent, self._shards, residual.device)
-        ops.sweep(
-            ops.Sweep(
-                self.region,
-                residual,
-                None if step.folded else step.parts(self.region),
-                step.scale.blocks,
-                None if mask is None else mask[: self._blocks],
-                values,
-                message=message,
-            )
-        )
+        residual, region = step.state.residual[self._rows], self.region
+        values = torch.empty(len(residual), step.sent, dtype=self._dtype, device=residual.device)
+        message = self.wire.message(len(residual) // self._shards, step.sent, self._shards, residual.device)
+        grads, mask = None if step.folded else step.parts(region), step.mask_of(self._rows)
+        ops.sweep(ops.Sweep(region, residual, grads, step.scale.blocks, mask, values, message=message))
         if message is None:
             values[self._my_rows] = 0  # NCCL may look for NaN in its input
             return values
@@ -79,19 +67,16 @@ class Shard:
     Args:
         layout: blocks and shards.
         rank: this rank.
-        config: its statistics, update and wire are used.
+        config: its update and wire are used.
         parameters: of the optimizer.
-        participants: count the steps of each parameter.
+        rows: know the parameter and the group of each block.
     """
 
-    def __init__(
-        self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, participants: Participants
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, rows: Rows) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
         self._layout, self._rank, self._config = layout, rank, config
-        self._parameters, self._participants = parameters, participants
-        self._hyperparameters = RowHyperparameters(parameters, self.region.pieces, layout.shard_blocks)
+        self._parameters, self._numbers_of = parameters, rows
         self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
         """Packs the changes."""
         whole = self.wire.bits is None
@@ -119,22 +104,12 @@ class Shard:
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
-        residual = step.state.residual[self.rows]
+        residual, mask = step.state.residual[self.rows], step.mask_of(self.rows)
         values = torch.empty(len(residual), step.sent, dtype=self._config.own_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         # Where everything is sent, AdamW's update takes the averaged gradient itself.
-        moment = None if parts is None or step.mask.mine is None else self._second_moment(step)
-        ops.sweep(
-            ops.Sweep(
-                self.region,
-                residual,
-                parts,
-                step.scale.mine,
-                step.mask.mine,
-                values,
-                second_moment=moment,
-            )
-        )
+        moment = None if parts is None or mask is None else self._second_moment(step)
+        ops.sweep(ops.Sweep(self.region, residual, parts, step.scale.mine, mask, values, moment))
         return values.to(self._config.values_dtype)
 
     def _second_moment(self, step: Step) -> ops.SecondMoment | None:
@@ -147,21 +122,27 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def update(self, step: Step, mean: Tensor, mine: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Updates the masked entries from the mean gradient ``[R, q]`` and my own sum (None without a mask).
+    def update(self, step: Step, mean: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the masked entries from the mean gradient ``[R, q]`` and my own sum.
 
         Returns:
             The message: new values of the entries, or their changes, ``[R, q]`` in the dtype in which they travel (or
             packed); and what all ranks will read from it, ``[R, q]``.
         """
-        state, mask = step.state, step.mask.mine
+        state, mask, scale = step.state, step.mask_of(self.rows), step.scale.mine
         theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
         # Where somebody else has written a parameter since, its value takes the master's place.
-        renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
-        ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
+        entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, mask, self._layout.block_size)
+        ops.gather_params(entries, theta, renew=state.master is not None)
         before = theta.clone() if self.as_changes else None
-        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean, mine)
-        self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right
+        numbers = self._numbers_of.numbers(state, step.scale, step.groups)
+        shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
+        if state.exp_avg_sq is None:
+            ops.update_adams(shard, mask, mean, numbers)
+        else:  # where everything is sent, the mean says all
+            own = None if mask is None else mine.to(mean.dtype)
+            ops.update_adamw(shard, mask, mean, own, numbers, self._layout.world_size)
+        self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)
         if before is None:
@@ -173,11 +154,35 @@ class Shard:
                 state.change_error = torch.zeros_like(state.exp_avg)
             bits = self._config.change_bits(step.sent)
             assert bits is not None
-            message = ops.quantize_with_error(state.change_error, mask, theta, before, step.scale.mine, bits)
+            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale, bits)
             return message, theta.float()
-        takes_part = step.scale.mine  # the rows of others are not written: 0
-        message = torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
+        # The rows of others are not written: 0.
+        message = torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message
         return message, message
+
+    def write(self, step: Step, update: Tensor) -> None:
+        """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
+        # What narrower parameters lose by rounding stays with us where changes are packed.
+        error = None if self.wire.bits is None else step.state.change_error
+        self._scatter(step, self.region, step.mask_of(self.rows), update, step.scale.mine, error)
+
+    def write_others(self, step: Step, message: Tensor, others: Region) -> None:
+        """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
+        shards, rows = self._layout.world_size, self._layout.shard_blocks
+        values = self.wire.read(message, rows, step.sent, shards, others.rows)
+        self._scatter(step, others, step.mask, values, step.scale.blocks)
+
+    def _scatter(
+        self,
+        step: Step,
+        region: Region,
+        mask: Tensor | None,
+        values: Tensor,
+        scale: Tensor,
+        error: Tensor | None = None,
+    ) -> None:
+        entries = ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
+        ops.scatter_params(entries, values, self.as_changes, scale, error)
 
     def refresh(self, state: ScapeState, *, stale: bool) -> None:
         """Brings up to date what the owner keeps beside the parameters, before a step or a save.
@@ -191,26 +196,6 @@ class Shard:
             state.refresh_master(flats, layout, self._rank)
         elif not self.keeps_masters and state.master is not None:  # left by another wire, or by one rank
             state.split_master(flats, layout, self._rank)
-
-    def error_of_rounding(self, state: ScapeState) -> Tensor | None:
-        """The tensor that takes up what narrower parameters lose by rounding; None where changes are not packed."""
-        return None if self.wire.bits is None else state.change_error
-
-    def read(self, step: Step, message: Tensor, some: Sequence[slice]) -> Tensor:
-        """Updated values or changes ``[N*R, q]`` from all ranks' messages, in ``some`` rows; alike on all ranks."""
-        return self.wire.read(message, self._layout.shard_blocks, step.sent, self._layout.world_size, some)
-
-    def _update(self, step: Step, theta: Tensor, mean: Tensor, mine: Tensor | None) -> Tensor:
-        """Updates ``theta [R, q]``; returns how many of the entries were updated in the step before, too."""
-        state, mask, scale = step.state, step.mask.mine, step.scale.mine
-        number = self._participants.steps(state)
-        hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype)
-        numbers = ops.RowNumbers(number, scale, hyper, *corrections, self._hyperparameters.group_of_row())
-        shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
-        if state.exp_avg_sq is None:
-            return ops.update_adams(shard, mask, mean, numbers)
-        mine = None if mine is None else mine.to(mean.dtype)
-        return ops.update_adamw(shard, mask, mean, mine, numbers, self._layout.world_size)
 
 
 def _fold(step: Step, region: Region, residual: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.stats import StepRecord
+from lightning_scape.scape.stats import StepStats
+
+Groups = Sequence[dict[str, Any]]
+"""An optimizer's parameter groups: schedulers change them from step to step."""
 
 SHARD_TENSORS = ("exp_avg", "last_step", "master", "exp_avg_sq", "change_error")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
@@ -99,29 +102,20 @@ class Scale(NamedTuple):
     """``[R]``, of my shard; or 0-dim."""
 
 
-class StepMask(NamedTuple):
-    """The masked entries of a step, as positions in their blocks, in the parts that it uses; None is all entries."""
-
-    everyone: Tensor | None = None
-    """``[blocks, q]``, on the parameters' device."""
-    mine: Tensor | None = None
-    """``[R, q]``: the rows of my shard."""
-
-
 @dataclass
 class Step:
     """One step: each phase reads what those before it have put here."""
 
     state: ScapeState
-    groups: Sequence[dict[str, Any]]
-    """The optimizer's parameter groups: schedulers change them from step to step."""
+    groups: Groups
     grads: Sequence[Tensor | None]
     """The flat gradient of every parameter, None where it has none."""
-    record: StepRecord
+    stats: StepStats
     scale: Scale
     sent: int
     """q, entries of a block that are sent; B where everything is."""
-    mask: StepMask = field(init=False)
+    mask: Tensor | None = None
+    """``[blocks, q]``: the masked entries, as positions in their blocks. None: all."""
     folded: bool = False
     """Whether the gradients are in the residual already."""
 
@@ -129,6 +123,10 @@ class Step:
     def number(self) -> int:
         """The step's number, from 0, skipped steps included."""
         return self.state.calls
+
+    def mask_of(self, rows: slice) -> Tensor | None:
+        """The mask of some rows."""
+        return None if self.mask is None else self.mask[rows]
 
     def parts(self, region: Region) -> list[Tensor | None]:
         """The gradient of each piece. That of a whole parameter is not sliced: slicing a small one takes long."""

@@ -6,31 +6,26 @@ a shard, ``t`` step.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.work import Work
-from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
+from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.scape.clipping import GradientClipping, check_max_norm
+from lightning_scape.scape.clipping import Skips, width
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.opening import Groups, Opening
-from lightning_scape.scape.rows import Participants
+from lightning_scape.scape.opening import Opening
+from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.shard import Outgoing, Shard
-from lightning_scape.scape.state import ScapeState, Step
-from lightning_scape.scape.stats import StepRecord, StepStats
+from lightning_scape.scape.state import Groups, ScapeState, Step
+from lightning_scape.scape.stats import StepStats
 
 
 class Engine:
@@ -60,39 +55,24 @@ class Engine:
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.clipping = GradientClipping(config, FirstMessage(comm, node, len(numels)))
-        self.opening = Opening(parameters, comm, self.clipping)
-        self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
+        measured = width(config, comm.world_size)
+        first_message = FirstMessage(comm, node, len(numels), measured)
+        self.opening = Opening(parameters, first_message, sketches=measured > 1)
+        self.skips = Skips(config.max_skipped, first_message)
+        self.rows = Rows(self.layout, len(numels), comm.rank)
         self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
         self.outgoing, self.shard = _by_wire(self)
-        self.record: StepRecord | None = None
-        """Raw figures of the last step."""
-        self._stats: StepStats | None = None
+        self.stats: StepStats | None = None
+        """Figures of the last step."""
+        self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
-        self._clip_seconds = 0.0
-        """Seconds spent on measuring the norm before the step."""
         self._masters_stale = False
-        self._one_by_one = parameters.share_memory
-        """Whether parameters that share memory are written one after the other, in the same order on all ranks: each
-        sum is rounded, and a GPU would write two at once."""
 
     # ------------------------------------------------------------------------------------------- the step
 
     def step(self, groups: Groups) -> None:
         """Exchanges the masked entries and updates them. Collective.
-
-        ======== ==============================================================================================
-        norm     the scale of the step: the clipping factor, or 0 if a gradient is not finite
-        wait     the mask that was made in the last step arrives
-        mask     the first sparse step makes its own
-        sweep    fold and compact, in one pass over memory: other ranks' shards, then, while those values
-                 travel, my shard
-        exchange all-to-all of the values; the owner averages them in rank order, in fp32
-        update   tau steps of AdamW (AdamS) at once on the masked entries of my shard
-        write    all-gather of the changes, or values; every rank applies them
-        launch   the next mask is made and exchanged beside what follows; the next step waits for it
-        ======== ==============================================================================================
 
         Args:
             groups: the optimizer's parameter groups.
@@ -102,52 +82,52 @@ class Engine:
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
         """
-        record = self._begin()
-        with record.phase("norm"):
-            step = self._agree(groups, record)
-        with record.phase("wait"):
-            record.exchange_wait = self.masks.wait()
-        with record.phase("mask"):
-            if self.masks.missing(step):  # the step ranks its own gradient, all of it
+        stats = self._begin()
+        with stats.phase("norm"):  # one scale for all ranks: the clipping factor; 0 if a gradient is not finite
+            step = self._agree(groups, stats)
+        with stats.phase("wait"):  # the mask that was made in the last step arrives
+            stats.exchange_wait = self.masks.wait()
+        with stats.phase("mask"):
+            if self.masks.missing(step):  # the first sparse step ranks its own gradient, all of it
                 self.outgoing.fold(step)
                 self.shard.fold(step)
                 step.folded = True
                 self.masks.make_now(step)
-            step.mask = self.masks.of(step)
-        with record.phase("sweep"):
+            step.mask = self.masks.active
+        with stats.phase("sweep"):  # gradients go into the residual, and the masked entries leave it
             message = self.outgoing.take(step)
-        with record.phase("exchange"):
+        with stats.phase("exchange"):  # all-to-all: to the owners of the entries
             arriving = self.comm.all_to_all(message)
-        with record.phase("sweep"):
+        with stats.phase("sweep"):  # while they travel
             mine = self.shard.take(step)
-        with record.phase("exchange"):
-            arrived = self.outgoing.arrived(arriving.wait(), mine)
-            mean = ops.mean(arrived, step.state.exp_avg.dtype)
-            summed = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
-            del message, mine, arriving, arrived
-        with record.phase("update"):
-            message, update = self.shard.update(step, mean, summed)
-        with record.phase("write"):
-            self._write(step, update, self.comm.all_gather(message))
-        with record.phase("launch"):
+        with stats.phase("exchange"):  # the owner averages in rank order: every implementation gets the same bits
+            mean = ops.mean(self.outgoing.arrived(arriving.wait(), mine), step.state.exp_avg.dtype)
+            del message, arriving
+        with stats.phase("update"):  # tau steps of AdamW (AdamS) at once on the masked entries of my shard
+            message, update = self.shard.update(step, mean, mine)
+        with stats.phase("write"):  # all-gather of the changes, or values; every rank applies them
+            arriving = self.comm.all_gather(message)
+            self.shard.write(step, update)
+            self.shard.write_others(step, arriving.wait(), self.outgoing.region)
+        with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
             self.masks.launch(step)
         self._end(step)
 
-    def _begin(self) -> StepRecord:
+    def _begin(self) -> StepStats:
         self.consolidated = None
-        self.clipping.check_unchanged(self.parameters.raw_gradients())
-        self._finish_last_step()
-        self.record, self._stats = StepRecord(), None
-        self.record.seconds["norm"], self._clip_seconds = self._clip_seconds, 0.0
-        return self.record
+        self.opening.check_unchanged()
+        self._settle_last_step()
+        stats = self._next_stats
+        self._next_stats = StepStats(bytes_dense=stats.bytes_dense)
+        return stats
 
-    def _agree(self, groups: Groups, record: StepRecord) -> Step:
+    def _agree(self, groups: Groups, stats: StepStats) -> Step:
         """Returns the step with its scale. All ranks know it from the first message, which clipping may have sent.
 
         Allocates buffers at the first step, and brings masters up to date.
         """
         grads = self.opening.gradients(groups, self.calls)
-        answer, scale = self.clipping.answer, self.clipping.scale()
+        answer, scale = self.opening.answer, self.opening.scale()
         assert answer is not None
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
@@ -155,49 +135,29 @@ class Engine:
             self.check_replicas()
             self.opening.compared = True
         self._refresh_masters(state)
-        record.norm, record.scale = answer.norm, scale
-        taking_part, sent = self.participants.of(state, scale, answer.present), self.masks.schedule.sent(state.calls)
-        return Step(state, groups, grads, record, taking_part, sent)
-
-    def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
-        """Applies the owners' updates: my own while the others' travel. Skipped parameters are not written."""
-        own, others = self.shard.region, self.outgoing.region
-        mask, scale, error = step.mask, step.scale, self.shard.error_of_rounding(step.state)
-        if self._one_by_one:
-            everyone = self.shard.read(step, arriving.wait(), others.rows)
-            before = sum(piece.row < self.shard.rows.start for piece in others.pieces)
-            for piece in others.pieces[:before]:
-                self._scatter([piece], mask.everyone, everyone, scale.blocks)
-            for piece in own.pieces:
-                self._scatter([piece], mask.mine, update, scale.mine, error)
-            for piece in others.pieces[before:]:
-                self._scatter([piece], mask.everyone, everyone, scale.blocks)
-            return
-        try:  # the moments have gone on, and so must all parameters
-            self._scatter(own.pieces, mask.mine, update, scale.mine, error)
-        finally:
-            everyone = self.shard.read(step, arriving.wait(), others.rows)
-            self._scatter(others.pieces, mask.everyone, everyone, scale.blocks)
-
-    def _scatter(
-        self, pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, scale: Tensor, error: Tensor | None = None
-    ) -> None:
-        entries = ops.ParamEntries(self.parameters.flat, pieces, mask, self.layout.block_size)
-        ops.scatter_params(entries, values, self.shard.as_changes, scale, error)
+        sent = self.masks.schedule.sent(state.calls)
+        stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
+        return Step(state, groups, grads, stats, self.rows.scale(state, scale, answer.present), sent)
 
     def _end(self, step: Step) -> None:
-        state, every = step.state, self.config.check_replicas_every
+        state, stats, answer, every = step.state, step.stats, self.opening.answer, self.config.check_replicas_every
+        assert answer is not None
         state.calls += 1
+        stats.step, self.stats = state.calls, stats
         self.opening.used()
-        step.record.bytes_sent, step.record.message_seconds = self.comm.traffic.take()
+        self.opening.forget()
+        stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self.check_replicas()
-        self.clipping.record_found_inf(step.scale.whole)
+        try:
+            self.skips.note(step.scale.whole, answer)
+        finally:
+            stats.skipped_total = self.skips.total
 
-    def _finish_last_step(self) -> None:
+    def _settle_last_step(self) -> None:
         """On CUDA the CPU learns now whether the last step was skipped."""
-        self.clipping.wait_found_inf()
-        if self.clipping.last_skipped:
+        self.skips.settle()
+        if self.skips.in_row:
             self.masks.drop_unproven()
 
     def check_replicas(self) -> None:
@@ -213,34 +173,14 @@ class Engine:
 
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
-        began = time.perf_counter()
-        with profiler_range("scape::norm"):
-            self._finish_last_step()
-            check_max_norm(max_norm)
-            grads = self.opening.gradients(groups, self.calls, max_norm)
-            norm = self.clipping.clip(max_norm, strict=error_if_nonfinite)
-            self.opening.measured(grads)
-        self._clip_seconds = time.perf_counter() - began
-        return norm
+        with self._next_stats.phase("norm"):
+            self._settle_last_step()
+            return self.opening.clip(groups, self.calls, max_norm, error_if_nonfinite)
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
-        self._finish_last_step()
-        self.opening.ask_anew()
-        grads = self.opening.gradients(groups, self.calls)
-        assert self.clipping.answer is not None
-        finite = bool(torch.isfinite(self.clipping.answer.norm))
-        self.opening.measured(grads)
-        return finite
-
-    def stats(self) -> StepStats | None:
-        """See :attr:`ScapeOptimizer.stats`."""
-        if self._stats is None and self.record is not None and self.state is not None:
-            self.record.skipped_total = self.clipping.skipped_total
-            self._stats = self.record.summary(
-                self.state.calls, self.state.residual, self.parameters.local, self.layout, self.shard.region.pieces
-            )
-        return self._stats
+        self._settle_last_step()
+        return self.opening.all_finite(groups, self.calls)
 
     def allocate(self) -> ScapeState:
         """Buffers, all zeros."""
@@ -249,7 +189,7 @@ class Engine:
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
         self.masks.wait()
-        self._finish_last_step()
+        self._settle_last_step()
         state = self.state or self.allocate()
         if state.master is not None:
             self.parameters.flatten()
@@ -260,7 +200,8 @@ class Engine:
         """Goes on from a loaded state, which may have another wire."""
         self.state, self.config = state, config
         self.outgoing, self.shard = _by_wire(self)
-        self.clipping.found_inf = self.record = self._stats = self.consolidated = None
+        self.skips.forget()
+        self.stats = self.consolidated = None
         # Parameters may be loaded before or after. A master that does not round to its parameter is read anew.
         self._masters_stale, self.opening.compared = True, False
 
@@ -281,4 +222,4 @@ class Engine:
 def _by_wire(engine: Engine) -> tuple[Outgoing, Shard]:
     """The parts of an engine that depend on the wire."""
     layout, rank, config = engine.layout, engine.comm.rank, engine.config
-    return Outgoing(layout, rank, config), Shard(layout, rank, config, engine.parameters, engine.participants)
+    return Outgoing(layout, rank, config), Shard(layout, rank, config, engine.parameters, engine.rows)

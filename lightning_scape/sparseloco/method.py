@@ -97,7 +97,7 @@ class SparseLoCoMethod(Method):
         return f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {how_much}."
 
     @override
-    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+    def bytes_of_steps(self, first: int, last: int) -> int:
         """A run ends with an exchange, however short its last window is."""
         every = self.loco.config.sync_every
         began = self.loco.progress.steps - self.loco.progress.in_window  # a fit before it has ended its own last window
