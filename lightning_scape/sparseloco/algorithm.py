@@ -352,10 +352,8 @@ class Algorithm:
         for _, entries, theta in self._parts(places):
             everyone = self.comm.all_gather(theta.float().unsqueeze(0)).wait()
             mean = everyone.double().mean(dim=0).float()  # of equal values exactly that value
-            start = state.start.view(-1)[entries]
-            # Where it rounds to the same it stays, because it is wider than narrow parameters.
-            start.copy_(torch.where(start.to(theta.dtype) == mean.to(theta.dtype), start, mean))
-            theta.copy_(start)
+            state.start.view(-1)[entries] = mean
+            theta.copy_(mean)
             state.error.view(-1)[entries] = 0
 
     # ---------------------------------------------------------------------------------------- saves, and loads
