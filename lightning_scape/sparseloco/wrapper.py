@@ -19,7 +19,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
-from lightning_scape.sparseloco.config import Average, SparseLoCoConfig
+from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.stats import ExchangeStats
 
 
@@ -34,7 +34,7 @@ class SparseLoCo:
             loss(model(batch)).backward()
             optimizer.step()                # every 30th one exchanges
             optimizer.zero_grad()
-        loco.sync()                         # ends a window that has begun; or use `with SparseLoCo(...):`
+        loco.sync()                         # ends a window that has begun
 
     The exchange runs in a hook of the optimizer's ``step``: :meth:`~.algorithm.Algorithm.exchange`. After it all ranks
     hold the same parameters, bit for bit; between exchanges they differ. Every rank needs data of its own, clips the
@@ -47,16 +47,11 @@ class SparseLoCo:
     Args:
         optimizer: any torch optimizer: dense float parameters (fp32, bf16, fp16) on one device. Those that do not
             require grad are left out for good.
-        sync_every: H. See :class:`~lightning_scape.sparseloco.SparseLoCoConfig`, as for all down to ``average``.
-        density: share of the entries that a rank sends in an exchange.
-        bits: of a value on the wire: 2, 4, 8 or None.
-        error_decay: what is left of the error feedback after each window.
-        outer_lr: length of the outer step.
-        average: what the sum over ranks is divided by.
         process_group: the ranks; None is the default group (no group: one rank). For sharded parameters (DTensors of
             ``fully_shard`` over the ranks of a node): those with the same rows, one of each node.
         communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
         named_parameters: of the module, for error messages and checkpoints.
+        **options: of :class:`~lightning_scape.sparseloco.SparseLoCoConfig`.
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -70,18 +65,13 @@ class SparseLoCo:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        sync_every: int = 30,
-        density: float = 1 / 64,
-        bits: int | None = 2,
-        error_decay: float = 0.95,
-        outer_lr: float = 1.0,
         *,
-        average: Average = "geometric",
         process_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
+        **options: Any,
     ) -> None:
-        self.config = config = SparseLoCoConfig(sync_every, density, bits, error_decay, outer_lr, average)
+        self.config = config = SparseLoCoConfig(**options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"SparseLoCo must wrap a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one over the"
@@ -189,15 +179,6 @@ class SparseLoCo:
         for hook in self._hooks:
             hook.remove()
         SparseLoCo._of.pop(self.optimizer, None)
-
-    def __enter__(self) -> SparseLoCo:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the last window and takes the hooks off; not after an error, when other ranks may never answer."""
-        if kind is None:
-            self.sync()
-            self.close()
 
     @property
     def stats(self) -> ExchangeStats | None:
