@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,11 +30,11 @@ def speak(rank: int, world_size: int) -> tuple[list[bool], float]:
     began = time.monotonic()
     time.sleep(rank)
     for batch in range(20):
-        words.say()
+        words.begin_batch()
         if batch == LAG - 2:
             seconds = time.monotonic() - began - rank
         words.stop |= (rank, batch) == (1, 1)
-        words.hear(LAG - 1)
+        words.end_batch(stepped=True)
         heard.append(words.stop_heard)
     words.hear()
     return heard, seconds
@@ -44,6 +44,44 @@ def test_a_word_is_heard_after_the_same_batch_and_a_rank_goes_ahead_as_long(run_
     (first, waited), (second, _) = run_ranks(speak, 2)
     assert first == second == [batch >= LAG + 1 for batch in range(20)]
     assert waited < 0.5
+
+
+class Slow:
+    """A message that is longer on its way."""
+
+    waited: ClassVar[list[float]] = []
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.there = work, time.monotonic() + 0.06
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self.there and bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.waited.append(max(0.0, self.there - time.monotonic()))
+        time.sleep(self.waited[-1])
+        self.work.wait()
+
+
+def speak_slowly(rank: int, world_size: int) -> tuple[list[bool], float]:
+    """Batches of 5 ms that no step ends; rank 1 is told to stop in the middle."""
+    words, heard, send = Words.beside(1), [], dist.all_reduce
+    dist.all_reduce = lambda *args, **options: Slow(send(*args, **options))
+    for batch in range(200):
+        words.begin_batch()
+        words.stop |= (rank, batch) == (1, 150)
+        time.sleep(0.005)
+        words.end_batch(stepped=False)
+        heard.append(words.stop_heard)
+    dist.all_reduce = send
+    return heard, sum(Slow.waited[len(Slow.waited) // 2 :])
+
+
+def test_ranks_that_must_wait_for_words_say_fewer_and_wait_no_more(run_ranks: Any) -> None:
+    (first, waited), (second, also) = run_ranks(speak_slowly, 2)
+    assert first == second
+    assert True in first[151:]
+    assert max(waited, also) < 0.1
 
 
 class Told(Regression):

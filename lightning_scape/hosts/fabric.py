@@ -157,8 +157,8 @@ class FabricMethodStrategy(FabricCheckpoints):
         if untold := self.known.untold():
             self._tell(untold)
         setup.check_attached(optimizer)
-        self._words.hear(self._words.lag - 1)
-        self._words.say()
+        self._words.end_batch(stepped=True)  # of the step before
+        self._words.begin_batch()
         with self._words.explaining():
             result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):

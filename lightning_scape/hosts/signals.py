@@ -68,7 +68,7 @@ class Signals(guests.Guest):
 
     def before_batch(self, trainer: Trainer) -> None:
         """Says the word, once the batch is there. An epoch's end in which others do not step is heard at once."""
-        self._words.say(last=ends_epoch(trainer))
+        self._words.begin_batch(last=ends_epoch(trainer))
         loop = trainer.fit_loop.epoch_loop
         if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
             self._words.hear()
@@ -77,10 +77,10 @@ class Signals(guests.Guest):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch without a step ends before the word of its own has come."""
-        lag = max(self._words.lag, 2) if accumulates(trainer) else self._words.lag
-        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or self._words.ranks == 1
-        self._words.hear(0 if last else lag - 1)
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or self._words.ranks == 1:
+            self._words.hear()
+        else:
+            self._words.end_batch(stepped=not accumulates(trainer))
         self._obey(trainer)
 
     @override

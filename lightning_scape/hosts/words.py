@@ -1,8 +1,10 @@
 """One word of all ranks before each batch: who was told to stop or to save, whose epoch ends, who is in a save.
 
-A signal may reach one rank or all, between any two messages. So its handler only notes it, and the next word, 16 bytes
+A signal may reach one rank or all, between any two messages. So its handler only notes it, and the next word, 20 bytes
 on a gloo group of its own, brings it to all ranks: they hear it after the same batch, with gloo and with NCCL alike.
-Words are under way while ranks train. Ranks that say different things where all must say the same raise, each of them.
+Words are under way while ranks train. Where all ranks must wait for one, because batches are short and the way is long,
+they say fewer: one when the one before has come. Ranks that say different things where all must say the same raise,
+each of them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor
 from lightning_scape.comm.collectives import ProcessGroup, group_beside
 
 _POLL_SECONDS = 0.02
+_MOST_BATCHES = 32
+"""From one word to the next, where it is long on its way."""
 
 
 class Word(NamedTuple):
@@ -29,6 +33,8 @@ class Word(NamedTuple):
     save: int
     last: int
     saving: int
+    waits: int
+    """In vain, for an earlier word: it had not arrived."""
 
 
 class Words:
@@ -42,7 +48,11 @@ class Words:
     def __init__(self, group: ProcessGroup | None, lag: int) -> None:
         self._group, self.lag = group, lag
         self.ranks = 1 if group is None else dist.get_world_size(group)
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._under_way: deque[tuple[Any, Tensor, int]] = deque()
+        """Each with the batch in which it was said."""
+        self._batch, self._next, self._every = 0, 1, 1
+        """The present batch, that of the next word, and batches from one to the next; the same on all ranks."""
+        self._waits = False
         self.stop = self.save = False
         """What this rank was told; a signal's handler sets it."""
         self.stop_heard = self.save_heard = False
@@ -59,9 +69,28 @@ class Words:
 
     def say(self, *, last: bool = False, saving: bool = False) -> None:
         """Says a word; all ranks say as many. ``last``: this rank's epoch ends. ``saving``: it is in a save."""
-        word = torch.tensor([self.stop, self.save, last, saving], dtype=torch.int32, device="cpu")
+        facts = [self.stop, self.save, last, saving, self._waits]
+        word, self._waits = torch.tensor(facts, dtype=torch.int32, device="cpu"), False
         work = None if self._group is None else dist.all_reduce(word, group=self._group, async_op=True)
-        self._under_way.append((work, word))
+        self._under_way.append((work, word, self._batch))
+        self._next = self._batch + self._every
+
+    def begin_batch(self, last: bool = False) -> None:
+        """Says a word, if one is due; an epoch's last batch always has one."""
+        self._batch += 1
+        if last or self._batch >= self._next:
+            self.say(last=last)
+
+    def end_batch(self, stepped: bool) -> None:
+        """Hears the words that are old enough, on all ranks the same.
+
+        Args:
+            stepped: a step has ended the batch. Under SCAPE ranks have waited for one another in it, and so for words.
+        """
+        lag = self.lag if stepped and self.lag <= 2 else max(self.lag, 2, self._every)
+        old = [work for work, _, said in self._under_way if said <= self._batch - lag + 1]
+        self._waits |= any(work is not None and not work.is_completed() for work in old)
+        self.hear(len(self._under_way) - len(old))
 
     def hear(self, keep: int = 0) -> None:
         """Hears words until so many are under way.
@@ -71,12 +100,14 @@ class Words:
             RuntimeError: some ranks save, and others do not; on every rank.
         """
         while len(self._under_way) > keep:
-            work, word = self._under_way.popleft()
+            work, word, _ = self._under_way.popleft()
             if work is not None:
                 work.wait()
             heard = Word(*word.tolist())
             self.stop_heard |= heard.stop > 0
             self.save_heard |= heard.save > 0
+            if heard.waits == self.ranks:  # a rank that is slower than others makes these wait, and not itself
+                self._every = min(self._every + 1, _MOST_BATCHES)
             self._check(heard)
 
     def before_save(self) -> None:
@@ -99,7 +130,7 @@ class Words:
             raise
 
     def _look(self) -> None:
-        for place, (work, word) in enumerate(self._under_way):
+        for place, (work, word, _) in enumerate(self._under_way):
             if not _has_arrived(work):
                 return
             heard = Word(*word.tolist())
@@ -107,7 +138,7 @@ class Words:
 
     def all_arrived(self) -> Word | None:
         """The last word said, if all ranks have said it; None: not yet."""
-        work, word = self._under_way[-1]
+        work, word, _ = self._under_way[-1]
         return Word(*word.tolist()) if _has_arrived(work) else None
 
     def all_failed(self, seconds: float) -> bool:
