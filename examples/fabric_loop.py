@@ -11,7 +11,7 @@ import torch
 from python_source import VOCABULARY, PythonSource
 from torch import Tensor, nn
 
-from lightning_scape import FabricScapeStrategy
+from lightning_scape import FabricScapeStrategy, ScapeOptimizer
 
 
 class ByteModel(nn.Module):
@@ -55,7 +55,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step == args.steps - 1:
-            sent = optimizer.stats.bytes_total / 1e6
+            sent = ScapeOptimizer.of(optimizer).stats.bytes_total / 1e6
             fabric.print(f"step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}, sent {sent:.3f} MB")
     if args.save:
         fabric.save(args.save, {"model": model, "optimizer": optimizer})

@@ -30,7 +30,7 @@ from python_source import VOCABULARY, PythonSource
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_scape import ScapeMonitor, ScapeStrategy, newest_checkpoint
+from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy, newest_checkpoint
 
 CONTEXT, BATCH = 128, 4
 SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "intermediate_size": 192}
@@ -95,8 +95,8 @@ class History(Callback):
         self.kept = state_dict
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        counted = self.dense_bytes is None  # DDP does not count
-        self.kept["bytes_sent"] += trainer.optimizers[0].stats.bytes_total if counted else self.dense_bytes
+        scape = ScapeOptimizer.of(trainer.optimizers[0])  # None: DDP, which does not count
+        self.kept["bytes_sent"] += self.dense_bytes if scape is None else scape.stats.bytes_total
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         point = {"step": trainer.global_step, "val_loss": trainer.callback_metrics["val_loss"].item()}

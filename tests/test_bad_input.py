@@ -104,9 +104,12 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_parameter_groups_cannot_be_added_later() -> None:
-    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
-    with pytest.raises(ValueError, match="must be given when the optimizer is built"):
-        optimizer.add_param_group({"params": parameters()})
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    optimizer.add_param_group({"params": parameters()})
+    set_gradients(params, 0, 0)
+    with pytest.raises(ValueError, match=r"that was frozen then\. Build a new optimizer"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("before", "words"), [(True, "trained then, and is frozen now"), (False, "frozen then")])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_scape import ScapeStrategy
+from lightning_scape import ScapeOptimizer, ScapeStrategy
 
 
 class Regression(pl.LightningModule):
@@ -41,7 +41,7 @@ def main(nodes: int, timeout: float) -> None:
     module = Regression()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 40)), batch_size=4))
     weights = module.net.weight.detach().double()
-    sent = trainer.optimizers[0].stats.bytes_total
+    sent = ScapeOptimizer.of(trainer.optimizers[0]).stats.bytes_total
     print(f"rank {trainer.global_rank} of {trainer.world_size} steps {trainer.global_step} sent {sent}", flush=True)
     print(f"digest {weights.sum().item():.12e} {weights.square().sum().item():.12e}", flush=True)
 

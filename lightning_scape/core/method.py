@@ -74,10 +74,8 @@ class Method(ABC):
 
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 
-    given: Optimizer
-    """The user's."""
     optimizer: Optimizer
-    """What the host steps: the one in its place, or the user's own."""
+    """The user's own, which the host steps."""
     communicator: Communicator
     """Sends its messages."""
     clipping: Clipping | None = None
@@ -102,7 +100,7 @@ class Method(ABC):
     @classmethod
     @abstractmethod
     def of(cls, optimizer: object) -> Self | None:
-        """An optimizer's object, given the user's or the stepped one; None: it is not under this method.
+        """An optimizer's object; None: it is not under this method.
 
         Args:
             optimizer: anything but a host's wrapper.

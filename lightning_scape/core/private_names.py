@@ -19,6 +19,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 """Layers of users' own derive from it, not only torch's three."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: names that DDP shall not send. Torch has no public way to ask for them."""
+UNSCALES_ITSELF = "_step_supports_amp_scaling"
+"""Attribute of an optimizer: whether a GradScaler leaves unscaling to its step."""
+_DEPTH = 10
+"""Frames between an optimizer's step and the scaler that calls it, at most: wrappers of torch's and ours."""
 IN_WRAPPER = "_optimizer"
 """Attribute of both of Lightning's wrappers: the optimizer inside. They imitate its class, so nothing else tells."""
 
@@ -51,44 +55,9 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def share_hooks(new: Optimizer, old: Optimizer) -> None:
-    """Has an optimizer run another one's hooks. Shared, not copied: the user's handles still remove them."""
-    new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
-    new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
-    new._optimizer_state_dict_pre_hooks = old._optimizer_state_dict_pre_hooks
-    new._optimizer_state_dict_post_hooks = old._optimizer_state_dict_post_hooks
-    new._optimizer_load_state_dict_pre_hooks = old._optimizer_load_state_dict_pre_hooks
-    new._optimizer_load_state_dict_post_hooks = old._optimizer_load_state_dict_post_hooks
-
-
-def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What the user's hooks make of a state that is about to be loaded, as in torch's ``load_state_dict``."""
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, state_dict)
-        state_dict = state_dict if changed is None else changed
-    return state_dict
-
-
-def after_load(optimizer: Optimizer) -> None:
-    """Calls the user's hooks after a load, likewise."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
-
-
-def host_asks() -> bool:
-    """Whether torch's Optimizer, or Lightning moving it to a device, has called the caller's caller."""
-    asks = sys._getframe(3).f_globals.get("__name__")
-    return asks in ("torch.optim.optimizer", "lightning.fabric.utilities.optimizer")
-
-
-def step_was_called(optimizer: Optimizer) -> bool:
-    """What an LR scheduler asks of its optimizer, to warn if the scheduler steps first."""
-    return getattr(optimizer, "_opt_called", False)
-
-
-def note_step(optimizer: Optimizer, called: bool = True) -> None:
-    """Answers the question of :func:`step_was_called`."""
-    optimizer._opt_called = called  # type: ignore[attr-defined]
+def note_step(optimizer: Optimizer) -> None:
+    """Notes that it has stepped: an LR scheduler warns where it steps before its optimizer."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mark_tracked(step: Any) -> None:
@@ -102,25 +71,22 @@ def scaler_device(scaler: GradScaler) -> str:
     return device
 
 
-class AsksGradScaler:
-    """An optimizer that refuses a plain GradScaler among several ranks, each of which would decide for itself.
+def refuse_plain_scaler() -> None:
+    """Raises ``RuntimeError`` in a step that a plain GradScaler takes: each rank's decides for itself whether to.
 
-    A scaler asks in its ``step()``, on every rank, whether the optimizer unscales: the one place to see it.
+    It gives no sign of itself to an optimizer that does not unscale, so this looks at who has called the step.
     """
-
-    def ranks_that_skip_together(self) -> int:
-        """How many ranks must leave out the same steps."""
-        raise NotImplementedError
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        asks = sys._getframe(1).f_locals.get("self")
-        if isinstance(asks, GradScaler) and asks.is_enabled() and self.ranks_that_skip_together() > 1:
+    frame = sys._getframe(1)
+    for _ in range(_DEPTH):
+        asks = frame.f_locals.get("self")
+        if isinstance(asks, GradScaler):
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-            if not isinstance(asks, ShardedGradScaler):
+            if not isinstance(asks, ShardedGradScaler) and asks.is_enabled():
                 raise RuntimeError(
                     "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
                     " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
                 )
-        return False
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_scape.checkpoint import files
@@ -23,7 +24,7 @@ from lightning_scape.core.method import find
 from lightning_scape.hosts import generators, two_level
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly, checkpoints
-from lightning_scape.hosts.schedulers import Restored, as_data, is_scheduler, with_live
+from lightning_scape.hosts.schedulers import Restored, as_data, with_live
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
 
 
@@ -260,8 +261,7 @@ class FabricCheckpoints(TogetherSaved, OpenedFabrics):
 
     def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state, with stand-ins for schedulers that give and take data only."""
-        schedulers = {name for name, value in state.items() if is_scheduler(value) and find(value) is None}
-        return {name: Restored(value) if name in schedulers else value for name, value in state.items()}
+        return {name: Restored(value) if isinstance(value, LRScheduler) else value for name, value in state.items()}
 
     def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
         """Loads a checkpoint's content into what was given for it, as Lightning does, and removes it there."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator, group_beside, is_distributed, world_size
-from lightning_scape.core.method import Method, Surroundings, for_config
+from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import buffers, registration, setup, two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -120,6 +120,8 @@ class CommonStrategy(Opened):
 
     def _put_under_method(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
         """Attaches one of the user's optimizers."""
+        if (former := find(optimizer)) is not None and not isinstance(former, self._method):  # of another fit
+            former.close()
         return self._method.attach(optimizer, self._nodes.config, Surroundings(named, self._nodes.process_group))
 
     @property

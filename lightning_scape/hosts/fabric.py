@@ -147,9 +147,9 @@ class FabricMethodStrategy(FabricCheckpoints):
         self._nodes.follow_replaced(optimizer)
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
-        attached = self._put_under_method(optimizer, named)
-        self.known.add_optimizer(attached.optimizer)
-        return attached.optimizer
+        self._put_under_method(optimizer, named)
+        self.known.add_optimizer(optimizer)
+        return optimizer
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ class Known:
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for former in self.methods():
             held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
-            if former.optimizer is former.given and given & held:
+            if not former.exchanges_every_step and given & held:
                 former.close()
                 del self._numbers[former.optimizer]
 

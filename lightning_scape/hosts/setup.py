@@ -60,15 +60,9 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
     return config
 
 
-def stepped(optimizer: object) -> Any:
-    """The optimizer that the host steps: the one in its place, or itself without a host's wrappers."""
-    found = method.find(optimizer)
-    return method.unwrapped(optimizer) if found is None else found.optimizer
-
-
 def check_alike(optimizers: Iterable[object]) -> None:
     """Raises ``ValueError`` on every rank if ranks have built other kinds of optimizers. Collective."""
-    first, *others = Communicator().all_gather_object([type(stepped(each)).__name__ for each in optimizers])
+    first, *others = Communicator().all_gather_object([type(method.unwrapped(each)).__name__ for each in optimizers])
     for rank, kinds in enumerate(others, 1):
         if kinds != first:
             raise ValueError(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import leave_groups
-from lightning_scape.core.method import find_all
+from lightning_scape.core.method import find, find_all
 from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
 from lightning_scape.hosts.checkpoints import TrainerCheckpoints
 from lightning_scape.hosts.common import StateDictType
@@ -183,21 +183,19 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        for each in self._attached:  # not where the host steps: a module may step an optimizer that it has kept
+            each.announce_batch(self._module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         assert self._signals is not None
         last_window.end_before_statistics(self._module.trainer, batch_idx)
         self._signals.before_batch(self._module.trainer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        trainer = self._module.trainer
-        inner = setup.stepped(optimizer)
-        method = next((each for each in self._attached if each.optimizer is inner), None)
+        method = find(optimizer)
         if self._nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
-        if not isinstance(inner, NoOptimizer):
-            setup.check_attached(inner)
-        if method is not None:
-            method.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        if not isinstance(optimizer, NoOptimizer):
+            setup.check_attached(optimizer)
         with self._words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
         if method is None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn import Module
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import Communicator
@@ -17,15 +15,13 @@ from lightning_scape.core.method import Method
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import NoOptimizer, OpenedTrainers
-from lightning_scape.hosts.schedulers import retarget_schedulers
 
 
 class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     """Base of the Trainer's strategies: which optimizers are under the method, and what becomes of buffers.
 
-    Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
-    ``setup_optimizers`` in mid-training, and what a callback puts there. From the beginning of a fit to its teardown
-    they are put under the method, and replaced ones are let go; both are collective.
+    Those of ``configure_optimizers``, and of another ``setup_optimizers`` in mid-training, which lets those go that it
+    replaces; both are collective.
     """
 
     def __init__(self, *options: Any, **more: Any) -> None:
@@ -58,61 +54,28 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     # --------------------------------------------------------------------------------------- the optimizers
 
-    @property
-    @override
-    def optimizers(self) -> list[Optimizer]:
-        """Those that the Trainer steps. What is assigned in a fit is put under the method; collective then."""
-        return super().optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        taken = self._attach_all(optimizers) if self._attaching else list(optimizers)
-        OpenedTrainers.optimizers.fset(self, taken)  # type: ignore[attr-defined] # Lightning's wrappers with them
-
-    def _attach_all(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        inner: list[Any] = [setup.stepped(each) for each in optimizers]
-        if not self._method.exchanges_every_step:
-            setup.check_apart([one for one in inner if not isinstance(one, NoOptimizer)])
-        for each in self._attached:
-            if not any(each.optimizer is one for one in inner):  # the training goes on without it
-                each.finish()
-                each.close()
-        self._attached = [each for each in self._attached if any(each.optimizer is one for one in inner)]
-        attached = {id(each.optimizer) for each in self._attached}
-        named = list(self._module.named_parameters())
-        for place, one in enumerate(inner):
-            # `configure_optimizers` may return None: Lightning then runs without an optimizer.
-            if not isinstance(one, NoOptimizer) and id(one) not in attached:
-                new = self._put_under_method(one, named)
-                self._attached.append(new)
-                inner[place] = new.optimizer
-        return inner
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        if self._attaching:  # again, in mid-training: the user's schedulers may come with the user's optimizers
-            self._steer(back=True)
-        else:
-            self._attached, self._steps = [], None
+        """Puts the user's optimizers under the method. Collective; also in mid-training, after a change of theirs."""
         self._attaching = False  # until it is known that all ranks have built the same
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
-        setup.check_alike([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        setup.check_alike(given := [each for each in self.optimizers if not isinstance(each, NoOptimizer)])
         self._attaching = True
-        self.optimizers = self.optimizers
-        self._steer()
-
-    def _steer(self, back: bool = False) -> None:
-        """Makes the schedulers drive the Trainer's optimizers, or (``back``) those that the user has built."""
-        pairs = [(each.given, each.optimizer) for each in self._attached]
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        retarget_schedulers(schedulers, [(b, a) for a, b in pairs] if back else pairs)
+        if not self._method.exchanges_every_step:
+            setup.check_apart(given)
+        before = {id(each.optimizer): each for each in self._attached}
+        for gone in [each for each in self._attached if not any(each.optimizer is one for one in given)]:
+            gone.finish()
+            gone.close()
+        named = list(self._module.named_parameters())
+        self._attached = [before.get(id(each)) or self._put_under_method(each, named) for each in given]
 
     def _end_attachment(self) -> None:
         """The fit is over: the user's optimizers are torch's again. Sends nothing; a checkpoint may still be saved."""
         self._attaching = False
         for each in self._attached:
             each.give_back()
-        self._steer(back=True)
+        self._attached, self._steps = [], None
         module = self.lightning_module
         if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
             del module.no_sync

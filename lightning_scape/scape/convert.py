@@ -10,6 +10,7 @@ import torch
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import is_sharded
 from lightning_scape.scape.adams import AdamS
+from lightning_scape.scape.install import ELSEWHERE
 
 _ACCEPTED = (torch.optim.AdamW, torch.optim.Adam, AdamS)
 _NOT_KEPT = {
@@ -69,7 +70,7 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
 
 def has_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch's optimizer holds anything: a mere look at an entry of its ``state`` makes an empty one."""
-    return any(optimizer.state.values())
+    return any(value for key, value in optimizer.state.items() if key != ELSEWHERE)
 
 
 def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict[str, Any] | None:

@@ -1,9 +1,7 @@
-"""SCAPE as a :class:`~lightning_scape.core.method.Method`: a ScapeOptimizer stands in for the user's dense one."""
+"""SCAPE as a :class:`~lightning_scape.core.method.Method`: its step is put on the user's optimizer."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +12,10 @@ from lightning_scape.checkpoint.shards import OwnState, SavedState
 from lightning_scape.comm.collectives import all_reduce_bytes
 from lightning_scape.core.method import Clipping, Method, Progress, Surroundings
 from lightning_scape.core.words import show_bytes
-from lightning_scape.scape import saved, stand_in
+from lightning_scape.scape import install, saved
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.convert import has_state
 from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
-
-_trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The user's optimizers that an earlier fit has trained."""
-
 
 _UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
 
@@ -43,47 +36,34 @@ class ScapeClipping(Clipping):
 
 
 class ScapeMethod(Method):
-    """The host steps a :class:`ScapeOptimizer` over the same parameter groups, in the user's optimizer's place."""
+    """The host steps the user's optimizer, whose step is SCAPE's."""
 
     name = "scape"
     title = "SCAPE"
     config_class = ScapeConfig
     shown = ("density", "compression", "grad_norm")
     exchanges_every_step = clips = True
-    optimizer: ScapeOptimizer
 
-    def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
-        self.given, self.optimizer, self.communicator = given, optimizer, optimizer.communicator
-        self.clipping = ScapeClipping(optimizer)
+    def __init__(self, scape: ScapeOptimizer) -> None:
+        self.scape, self.optimizer, self.communicator = scape, scape.optimizer, scape.communicator
+        self.clipping = ScapeClipping(scape)
 
     @classmethod
     @override
     def attach(cls, optimizer: Optimizer, config: ScapeConfig, surroundings: Surroundings) -> Self:
-        if (former := stand_in.standing_for(optimizer)) is not None:  # set up a second time
-            former.drain()
-            cls(optimizer, former).give_back()
-        begins_anew = optimizer in _trained and not has_state(optimizer)
         scape = ScapeOptimizer.from_optimizer(
             optimizer,
             config,
             surroundings.process_group,
             named_parameters=surroundings.named_parameters,
         )
-        stand_in.put_in_place(optimizer, scape)
-        if begins_anew:
-            warnings.warn(
-                "An optimizer that was trained before begins anew, got a second fit or set-up of the same"
-                f" {type(optimizer).__name__}: its learning rate goes on, its moments do not (with DDP they would). To"
-                " go on with all, load a checkpoint of the first.",
-                stacklevel=2,
-            )
-        return cls(optimizer, scape)
+        return cls(scape)
 
     @classmethod
     @override
     def of(cls, optimizer: object) -> Self | None:
-        scape = stand_in.standing_for(optimizer) or optimizer
-        return cls(optimizer, scape) if isinstance(scape, ScapeOptimizer) else None  # type: ignore[arg-type]
+        scape = ScapeOptimizer.of(optimizer)
+        return None if scape is None else cls(scape)
 
     @override
     def finish(self) -> None:
@@ -91,40 +71,42 @@ class ScapeMethod(Method):
 
     @override
     def drain(self) -> None:
-        self.optimizer.drain()
+        self.scape.drain()
 
     @override
     def give_back(self) -> None:
-        stand_in.give_back(self.given)
-        if self.optimizer.steps_taken:
-            _trained.add(self.given)
+        install.retire(self.optimizer)
+
+    @override
+    def close(self) -> None:
+        install.uninstall(self.optimizer)
 
     @override
     def announce_batch(self, batches: int) -> None:
-        self.optimizer.announce_batch(batches)
+        self.scape.engine.opening.batch = batches
 
     @override
     def weights_loaded(self) -> None:
-        self.optimizer.mark_masters_stale()
+        self.scape.mark_masters_stale()
 
     @override
     def check_replicas(self) -> None:
-        self.optimizer.engine.check_replicas()
+        self.scape.engine.check_replicas()
 
     @override
     def progress(self) -> Progress:
-        steps = self.optimizer.steps_taken
+        steps = self.scape.steps_taken
         return Progress(steps, steps, steps)
 
     @override
     def stats(self) -> dict[str, float]:
-        stats = self.optimizer.stats
+        stats = self.scape.stats
         return {} if stats is None else stats.as_dict("")
 
     @override
     def summary(self) -> str:
-        config, schedule, nodes = self.optimizer.config, self.optimizer.schedule, self.optimizer.engine.node.world_size
-        sent = self.optimizer.bytes_per_step()
+        config, schedule, nodes = self.scape.config, self.scape.schedule, self.scape.engine.node.world_size
+        sent = self.scape.bytes_per_step()
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
         after = f" after a warm-up of {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
@@ -135,20 +117,20 @@ class ScapeMethod(Method):
 
     @override
     def bytes_of_steps(self, first: int, last: int) -> int:
-        optimizer = self.optimizer
-        counts = optimizer.schedule.sent_by_step(last, first)
-        tensors, ranks = len(optimizer.engine.parameters.local), self.communicator.world_size
-        norm = norm_bytes(optimizer.config, tensors, ranks)
-        return sum(count * (optimizer.bytes_per_step(sent) + norm) for sent, count in counts.items())
+        scape = self.scape
+        counts = scape.schedule.sent_by_step(last, first)
+        tensors, ranks = len(scape.engine.parameters.local), self.communicator.world_size
+        norm = norm_bytes(scape.config, tensors, ranks)
+        return sum(count * (scape.bytes_per_step(sent) + norm) for sent, count in counts.items())
 
     @property
     @override
     def dense_bytes(self) -> int:
-        return all_reduce_bytes(self.optimizer.engine.parameters.local, self.communicator.world_size)
+        return all_reduce_bytes(self.scape.engine.parameters.local, self.communicator.world_size)
 
     @override
     def own_state(self) -> OwnState:
-        return self.optimizer.own_state()
+        return self.scape.own_state()
 
     @classmethod
     @override
@@ -157,4 +139,4 @@ class ScapeMethod(Method):
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        self.scape.load_state_dict(state_dict)

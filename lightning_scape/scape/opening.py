@@ -124,12 +124,7 @@ class Opening:
                 f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
                 " (Trainer: gradient_clip_val=None)."
             )
-        if self._factor is not None:
-            known = [grad for grad, _ in self._measured]
-            if any(grad is not None and grad is old for grad, old in zip(self._raw(), known, strict=False)):
-                self.check_unchanged()
-            else:  # the module's zero_grad() has removed all
-                self.forget()
+        self.check_measured()
         self.gradients(groups, calls, max_norm)
         assert self.answer is not None
         norm = self.answer.norm if self._factor is None else self.answer.norm * self._factor
@@ -148,6 +143,7 @@ class Opening:
         """Whether the gradients of all ranks are finite. They are measured again unless they were clipped."""
         if self._factor is None:
             self.forget()
+        self.check_measured()
         self.gradients(groups, calls)
         assert self.answer is not None
         finite = bool(torch.isfinite(self.answer.norm))
@@ -162,17 +158,24 @@ class Opening:
         self._measured = [(grad, None if grad is None else version(grad)) for grad in self._raw()]
         self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
 
-    def check_unchanged(self) -> None:
-        """Raises ``RuntimeError`` if a gradient has changed since it was clipped.
+    def check_measured(self) -> None:
+        """Forgets what was recorded if its gradients are gone, all of them, as after a step that was left out.
 
-        It may no longer be finite, and the recorded factor would also scale what was added since.
+        Raises:
+            RuntimeError: one has changed since it was clipped. It may no longer be finite, and the recorded factor
+                would also scale what was added since.
         """
-        for place, (grad, (known, known_version)) in enumerate(zip(self._raw(), self._measured, strict=False)):
+        pairs = list(zip(self._raw(), self._measured, strict=False))
+        changed = any(grad is not known for grad, (known, _) in pairs)
+        if changed and not any(grad is not None and grad is known for grad, (known, _) in pairs):
+            self.forget()
+            return
+        for place, (grad, (known, known_version)) in enumerate(pairs):
             if grad is not known or (grad is not None and version(grad) != known_version):
                 raise RuntimeError(
                     "Gradients must stay as they are once they are clipped, until the step, got another one for"
                     f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
-                    " them; or call the optimizer's zero_grad() to drop what was clipped."
+                    " them."
                 )
 
     # ------------------------------------------------------------------------------------- what became of gradients

@@ -1,39 +1,38 @@
-"""ScapeOptimizer: torch's interface of the step of SCAPE (arXiv 2607.01678)."""
+"""ScapeOptimizer: SCAPE (arXiv 2607.01678) on an optimizer of the user's, for loops without a host."""
 
 from __future__ import annotations
 
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
+from lightning_scape.checkpoint.shards import OwnState, SavedState
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
+from lightning_scape.core.method import unwrapped
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after_load, share_hooks
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.scape import saved
+from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.scape.state_elsewhere import StateElsewhere
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
 
 
-class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
-    r"""AdamW or AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
+class ScapeOptimizer(torch.optim.Optimizer):
+    r"""An optimizer under SCAPE: sharded state, and ranks that exchange ``1 - sparsity`` of the entries per step.
 
     Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
     one N-th of the entries: it keeps their moments, last steps, and the rounding errors of their changes (with values
@@ -43,7 +42,10 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient
     on any rank is skipped, as in torch. Without one on some ranks only, it counts as zeros there.
 
-    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS or what ``config.update`` says.
+    The step is put on an optimizer of torch's, :attr:`optimizer`, as LR schedulers put theirs: either object may be
+    stepped, and given to schedulers and scalers; groups, hooks and settings are that optimizer's. What SCAPE adds
+    (:attr:`stats`, :meth:`clip_grad_norm`) is here. :meth:`from_optimizer` takes your own AdamW; :meth:`of` finds what
+    stands for one that a host has set up. Built directly, it makes an AdamS, or what ``config.update`` says.
 
     Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
     parameters must be equal on all ranks at the first step.
@@ -64,6 +66,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         RuntimeError: several ranks were launched, and no process group is up.
     """
 
+    optimizer: torch.optim.Optimizer
+    """The one that takes SCAPE's steps."""
+
     def __init__(
         self,
         params: Any,
@@ -77,27 +82,41 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         communicator: ScapeCommunicator | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        self._closed = False
-        self._dense: torch.optim.Optimizer | None = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._closed = True
         config = _with_update(config, "adams")
-        parameters = Parameters.of(self.param_groups)
+        kind = AdamS if config.update == "adams" else torch.optim.AdamW
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        self.optimizer = kind([{"params": group["params"]} for group in groups])
+        self.optimizer.defaults.update(options)
+        for group, its_own in zip(self.optimizer.param_groups, groups, strict=True):
+            # Not by its constructor, which would raise on a rank alone.
+            group.update({**options, **{name: value for name, value in its_own.items() if name != "params"}})
+        self._install(config, process_group, communicator, named_parameters)
+
+    def _install(
+        self,
+        config: ScapeConfig,
+        process_group: ProcessGroup | None,
+        communicator: ScapeCommunicator | None,
+        named_parameters: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        groups = self.optimizer.param_groups
+        parameters = Parameters.of(groups)
         parameters.rename(named_parameters)
         if communicator is None:
             check_joined()
-        given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
+        given = [parameter for group in groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or ScapeCommunicator.alone()
         comm = communicator or ScapeCommunicator.of_optimizer(process_group)
         node = local_shards.node_communicator(given)
-        problem = parameters.problem(self.param_groups) or local_shards.problem(
+        problem = parameters.problem(groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
-        setup = _describe(config, parameters, self.param_groups)
+        setup = _describe(config, parameters, groups)
         check_same_setup_everywhere(comm, node, setup, problem, parameters.device_of_first_messages)
-        self.engine = Engine(parameters, config, comm, node)
-        """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
+        install.install(self.optimizer, Engine(parameters, config, comm, node))
 
     @classmethod
     def from_optimizer(
@@ -107,14 +126,13 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-    ) -> ScapeOptimizer:
-        """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
+    ) -> Self:
+        """Puts a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`, under SCAPE, and returns what stands for it.
 
-        lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
-        holds them (an LR scheduler) goes on steering; hooks are shared, too. The update is the optimizer's own, unless
-        ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. If the
-        optimizer has stepped or was given a state,
-        its moments carry over as in :meth:`load_state_dict`.
+        The optimizer stays yours, with its lr, betas, eps and weight decay per group; its step is SCAPE's. The update
+        is its own, unless ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped.
+        Moments that it has by now carry over as in a load. One that is under SCAPE already, as in a second fit, goes on
+        with all it has, if parameters, ranks and options are the same.
 
         Raises:
             TypeError: another kind of optimizer.
@@ -123,29 +141,58 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         ranks = Communicator(process_group)
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
+        config = _with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw")
+        former = install.installed(optimizer)
         brought = state_brought(optimizer, ranks)
-        new = cls(
-            [dict(group) for group in optimizer.param_groups],
-            config=_with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw"),
-            process_group=process_group,
-            named_parameters=named_parameters,
-        )
-        for shared, group in zip(optimizer.param_groups, new.param_groups, strict=True):
-            for name, value in group.items():
-                shared.setdefault(name, value)
-        new.param_groups = optimizer.param_groups
-        new.defaults = optimizer.defaults
-        share_hooks(new, optimizer)
-        new._dense = optimizer
+        stands = None if former is None else former.engine.stands()
+        alike = len(set(ranks.all_gather_object(stands))) == 1
+        if former is not None:
+            install.uninstall(optimizer)
+        new = cls.__new__(cls)
+        new.optimizer = optimizer
+        new._install(config, process_group, None, named_parameters)
         if brought is not None:
             new.load_state_dict(brought)
+        if former is not None and former.engine.calls and not (alike and new.engine.go_on_from(former.engine)):
+            warnings.warn(
+                "An optimizer that is set up again goes on with its moments if its parameters, ranks and options are"
+                f" the same, got others for one that has taken {former.engine.calls} steps: it begins anew, with the"
+                " learning rate that it has. To go on with all, load a checkpoint.",
+                stacklevel=2,
+            )
         return new
+
+    @classmethod
+    def of(cls, optimizer: object) -> Self | None:
+        """What stands for an optimizer under SCAPE, also for a host's wrapper of it; None: it is not under SCAPE."""
+        if isinstance(optimizer, cls):
+            return optimizer
+        if install.installed(optimizer) is None:
+            return None
+        new = cls.__new__(cls)
+        new.optimizer = unwrapped(optimizer)  # type: ignore[assignment]
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        """Groups, hooks and all else that is the optimizer's."""
+        return getattr(self.__dict__["optimizer"], name)
+
+    @property
+    def engine(self) -> Engine:
+        """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
+        here = install.installed(self.optimizer)
+        if here is None:
+            raise RuntimeError(
+                f"The optimizer must be under SCAPE, got a {type(self.optimizer).__name__} that has stepped on its own"
+                " since its fit ended. Put it under SCAPE again."
+            )
+        return here.engine
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @entry
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step: :meth:`lightning_scape.scape.step.Engine.step` has its phases.
+        """One step, as of :attr:`optimizer`: :meth:`lightning_scape.scape.step.Engine.step` has its phases.
 
         Args:
             closure: evaluated first, with gradients enabled (forward, backward, clipping).
@@ -158,12 +205,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), gradients have changed since
                 they were clipped; or ranks are at different steps or settings: nothing of the step is applied then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.engine.step(self.param_groups)
-        return loss
+        return self.optimizer.step(closure)
 
     @entry
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -199,14 +241,11 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         return self.engine.all_finite(self.param_groups)
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
         with self.engine.opening.dropping():
-            super().zero_grad(set_to_none)
-
-    def ranks_that_skip_together(self) -> int:
-        """All ranks of the group."""
-        return self.engine.comm.world_size
+            self.optimizer.zero_grad(set_to_none)
 
     # --------------------------------------------------------------------------------- life of the state
 
@@ -222,38 +261,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         self.engine.mark_masters_stale()
 
-    @property
-    def state(self) -> Any:
-        """Empty, unlike torch's. ``clear()`` on all ranks begins anew; a read or change is an error."""
-        return StateElsewhere(self._begin_anew)
-
-    @state.setter
-    def state(self, given: Any) -> None:
-        if self._closed:
-            self.state.refuse()
-
-    def _begin_anew(self) -> None:
-        self.drain()
-        self.engine.replace_state(self.engine.allocate(), self.config)
-        self.engine.masks.restore(None)
-
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
         self.engine.parameters.rename(named_parameters)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while constructing: shards are cut once.
-
-        Raises:
-            ValueError: the optimizer is built already.
-        """
-        if self._closed:
-            raise ValueError(
-                "Parameter groups must be given when the optimizer is built, got another one afterwards: residuals and"
-                " shards are laid out over all parameters at once. Build the optimizer anew over all groups (under the"
-                " Trainer: give them in configure_optimizers, and call `trainer.strategy.setup_optimizers(trainer)`)."
-            )
-        super().add_param_group(param_group)
 
     @property
     def config(self) -> ScapeConfig:
@@ -269,10 +279,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     def steps_taken(self) -> int:
         """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
         return self.engine.calls
-
-    def announce_batch(self, batches: int) -> None:
-        """Says, before a step, how many batches of the epoch this rank has had: :meth:`step` compares it at no cost."""
-        self.engine.opening.batch = batches
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
@@ -297,28 +303,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    @property
-    def dense(self) -> torch.optim.Optimizer:
-        """The optimizer that it replaces: what :meth:`from_optimizer` was given, or one over the same groups."""
-        if self._dense is None:
-            groups = [dict(group) for group in self.param_groups]
-            self._dense = torch.optim.AdamW(groups) if self.config.update == "adamw" else AdamS(groups)
-        return self._dense
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle of it is one of :attr:`dense`, also in a copy of a model that keeps it.
-
-        The moments lie on all ranks, and are not part of it: a warning says so.
-        """
-        mine: ScapeOptimizer = self.__dict__.get(IN_WRAPPER, self)  # inside Fabric's wrapper, which imitates the class
-        if mine.steps_taken:
-            warnings.warn(
-                f"A copy or pickle of a ScapeOptimizer is the {type(mine.dense).__name__} that it stands in for, with"
-                " the same parameter groups and without moments: each rank holds a part of those. To go on from them,"
-                " save and load a checkpoint.",
-                stacklevel=3,
-            )
-        return operator.getitem, ((mine.dense,), 0)  # a file with it needs nothing of this package
+        """A copy or a pickle is one of :attr:`optimizer`, without moments: each rank holds a part of those."""
+        return operator.getitem, ((self.optimizer,), 0)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
@@ -327,14 +314,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). Collecting takes little more: all
         ranks' residuals of one parameter at a time.
         """
-        engine = self.engine
-        engine.consolidated = None
-        own = saved.own_state(engine, engine.state_at_rest(), {"param_groups": []})
-        # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
-        device = engine.state.step.device if engine.state else engine.parameters.device
-        whole = collect(own, engine.everyone, device, to)
-        if whole is not None:
-            engine.consolidated = saved.whole_state(whole)
+        install.consolidate(self.engine, to)
 
     def own_state(self) -> OwnState:
         """This rank's part of the state, in views. Sends nothing."""
@@ -342,38 +322,26 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     def _shown(self) -> dict[str, Any]:
         """Parameter groups, and what the user's hooks add to a state dict. Hooks see no state: no rank has all."""
-
-        def hide(_: Any, found: dict[str, Any]) -> None:
-            found["state"] = self.state
-
-        with self.register_state_dict_post_hook(hide, prepend=True):
-            found = super().state_dict()
+        engine = self.engine
+        kept, engine.consolidated = engine.consolidated, {"state": {}}
+        try:
+            found = self.optimizer.state_dict()
+        finally:
+            engine.consolidated = kept
         return {name: with_plain_numbers(each) for name, each in found.items() if name not in ("state", "scape")}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
+
+        So does that of :attr:`optimizer`.
 
         Raises:
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
-        if self.engine.comm.world_size == self.engine.node.world_size == 1:
-            self.consolidate_state_dict()
-        whole = self.engine.consolidated
-        if whole is None:
-            raise RuntimeError(
-                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.engine.comm.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
-                " state_dict() on rank 0."
-            )
+        return self.optimizer.state_dict()
 
-        def complete(_: Any, found: dict[str, Any]) -> None:
-            # Groups as they are now: a scheduler may have moved on since.
-            found.update({**whole, "param_groups": with_plain_numbers(found["param_groups"])})
-
-        with self.register_state_dict_post_hook(complete, prepend=True):  # so that the user's hooks see all of it
-            found: dict[str, Any] = super().state_dict()
-        return found
-
+    @override
     def load_state_dict(self, state_dict: dict[str, Any] | SavedState) -> None:
         """Takes this rank's part of a whole state, or of a directory's. Call on every rank, with the same state.
 
@@ -386,19 +354,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
                 package. Nothing has been changed then.
             OSError: a directory cannot be read; on every rank.
         """
-        self.drain()
-        engine = self.engine
-        state = engine.allocate()
-
-        def load() -> saved.Loaded:
-            return saved.load(engine, state, state_dict, self, self.param_groups)
-
-        loaded = engine.everyone.raise_on_all_ranks(load)
-        loaded.take_up(engine)
-        for group, theirs in zip(self.param_groups, loaded.param_groups, strict=True):
-            group.update(deepcopy({name: value for name, value in theirs.items() if name != "params"}))  # as torch does
-        engine.replace_state(state, loaded.config)
-        after_load(self)
+        parts = isinstance(state_dict, SavedState)
+        self.optimizer.load_state_dict({**state_dict, "state": {}, install.PARTS: state_dict} if parts else state_dict)
 
 
 def _with_update(config: Any, update: Update) -> ScapeConfig:

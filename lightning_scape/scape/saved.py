@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_scape.checkpoint.saver import whole_state as whole_of
 from lightning_scape.checkpoint.shards import (
@@ -38,7 +37,6 @@ from lightning_scape.checkpoint.shards import (
     of_blocks,
 )
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.private_names import before_load
 from lightning_scape.core.tensors import flatten_like
 from lightning_scape.scape.config import ScapeConfig, usual_wire
 from lightning_scape.scape.mask import SparsitySchedule
@@ -148,16 +146,13 @@ class Loaded:
             engine.skips.in_row, engine.skips.total = self.skipped
 
 
-def load(
-    engine: Engine, state: ScapeState, given: Any, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> Loaded:
+def load(engine: Engine, state: ScapeState, given: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     """Fills fresh buffers with this rank's part of a saved state.
 
     Args:
         engine: is not changed.
         state: the buffers.
         given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`SavedState`.
-        optimizer: whose hooks see the state before.
         groups: the optimizer's parameter groups.
 
     Returns:
@@ -169,16 +164,13 @@ def load(
     """
     if isinstance(given, SavedState) and given.facts["method"] != METHOD:
         given = whole_of(given)
-    if isinstance(given, SavedState):
-        given.update(before_load(optimizer, {**given, "state": optimizer.state}))
-    elif isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys():
-        given = before_load(optimizer, dict(given))
-    else:
-        raise ValueError(
-            "An optimizer state must have `state` and `param_groups`, got"
-            f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another state."
-        )
     if not isinstance(given, SavedState):
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+            raise ValueError(
+                "An optimizer state must have `state` and `param_groups`, got"
+                f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another"
+                " state."
+            )
         if METHOD not in given:
             return _load_dense(engine, state, _by_number(given, engine.parameters), groups)
         given = SavedState.of_whole(given, METHOD)

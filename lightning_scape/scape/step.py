@@ -6,6 +6,8 @@ a shard, ``t`` step.
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -115,7 +117,7 @@ class Engine:
 
     def _begin(self) -> StepStats:
         self.consolidated = None
-        self.opening.check_unchanged()
+        self.opening.check_measured()
         self._settle_last_step()
         stats = self._next_stats
         self._next_stats = StepStats(bytes_dense=stats.bytes_dense)
@@ -204,6 +206,27 @@ class Engine:
         self.stats = self.consolidated = None
         # Parameters may be loaded before or after. A master that does not round to its parameter is read anew.
         self._masters_stale, self.opening.compared = True, False
+
+    def stands(self) -> tuple[int, bool]:
+        """Where it stands, the same on all ranks unless an error has ended a run: its steps, and whether it rests."""
+        return self.calls, self.masks.pending is None
+
+    def go_on_from(self, former: Engine) -> bool:
+        """Takes over the state of an engine that stood in this one's place; False: it was made for something else."""
+        mine, state, config = self.parameters, former.state, former.config
+        same = (
+            self.config in (config, replace(config, wire_dtype=None))
+            and (mine.groups, mine.indices) == (former.parameters.groups, former.parameters.indices)
+            and all(map(operator.is_, mine.tensors, former.parameters.tensors))
+            and (self.comm.world_size, self.comm.rank) == (former.comm.world_size, former.comm.rank)
+        )
+        if state is None or not same or state.step.device != mine.device:
+            return False
+        self.replace_state(state, config)
+        self.masks.schedule = former.masks.schedule
+        self.masks.restore(former.masks.active if former.masks.pending is None else None)
+        self.skips.in_row, self.skips.total = former.skips.in_row, former.skips.total
+        return True
 
     def mark_masters_stale(self) -> None:
         """See :meth:`ScapeOptimizer.mark_masters_stale`."""

@@ -29,7 +29,7 @@ class SparseLoCoMethod(Method):
 
     def __init__(self, loco: SparseLoCo) -> None:
         self.loco = loco
-        self.given = self.optimizer = loco.optimizer
+        self.optimizer = loco.optimizer
         self.communicator = loco.communicator
 
     @classmethod
@@ -67,7 +67,7 @@ class SparseLoCoMethod(Method):
     def give_back(self) -> None:
         for hook in self.loco._hooks:
             hook.remove()
-        vars(self.given)[_LET_GO] = self.loco  # its hooks have kept it alive
+        vars(self.optimizer)[_LET_GO] = self.loco  # its hooks have kept it alive
 
     @override
     def close(self) -> None:

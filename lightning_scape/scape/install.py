@@ -1,0 +1,179 @@
+"""SCAPE's step on the user's own optimizer, as torch's schedulers put theirs there.
+
+Groups, hooks, schedulers and wrappers go on as they were, for the object is the same. Torch's hooks carry the state,
+not methods of the object: Lightning's wrapper calls those of the class.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_scape.checkpoint.shards import collect
+from lightning_scape.core.entries import entry
+from lightning_scape.core.numbers import with_plain_numbers
+from lightning_scape.core.private_names import UNSCALES_ITSELF, mark_tracked, note_step, refuse_plain_scaler
+from lightning_scape.scape import saved
+from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.step import Engine
+
+_HERE = "_lightning_scape"
+"""Attribute of the user's optimizer, which it neither copies nor pickles."""
+ELSEWHERE = "lightning_scape"
+"""The one key of ``optimizer.state``: torch's ``get_optimizer_state_dict`` takes a step where the dict is empty."""
+PARTS = "lightning_scape_parts"
+"""Key of a ``SavedState`` in what an optimizer loads."""
+
+
+@dataclass
+class Installed:
+    """What an optimizer under SCAPE holds."""
+
+    engine: Engine
+    unscales: bool | None
+    """Whether the optimizer said that it unscales gradients itself, as a fused one does."""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    retired: bool = False
+    """Whether the next step is the optimizer's own; until then the state may be saved, or another fit take it."""
+    loading: tuple[ScapeState, saved.Loaded] | None = None
+    """What was read, until torch has taken the groups."""
+
+
+def installed(optimizer: object) -> Installed | None:
+    """What was installed on an optimizer, also asked of a host's wrapper; None: it takes steps of its own."""
+    found = getattr(optimizer, _HERE, None)
+    return found if isinstance(found, Installed) else None
+
+
+def install(optimizer: Optimizer, engine: Engine) -> None:
+    """From now on ``optimizer.step`` is the engine's, and so is the state that it saves and loads."""
+    uninstall(optimizer)
+    here, this = Installed(engine, vars(optimizer).get(UNSCALES_ITSELF)), weakref.ref(optimizer)
+    own_step: Callable[..., Any] = type(optimizer).step
+
+    @wraps(own_step)
+    def step(*args: Any, **kwargs: Any) -> Any:  # stays after `uninstall`: schedulers may have been built on it
+        optimizer = this()
+        assert optimizer is not None
+        note_step(optimizer)
+        now = installed(optimizer)
+        if now is not None and now.retired:
+            uninstall(optimizer)
+            now = None
+        return (own_step if now is None else _step)(optimizer, *args, **kwargs)
+
+    mark_tracked(step)
+    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.state.clear()
+    optimizer.state.update(_note())
+    vars(optimizer).update({_HERE: here, UNSCALES_ITSELF: False})  # else a GradScaler leaves gradients scaled
+    here.hooks = [
+        # First, so that the user's hooks see all of it.
+        optimizer.register_state_dict_post_hook(lambda _, state: _saved(here, state), prepend=True),
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: _load(here, this(), state)),
+        optimizer.register_load_state_dict_post_hook(lambda _: _take_up(here), prepend=True),
+    ]
+
+
+def uninstall(optimizer: Optimizer) -> None:
+    """The optimizer takes steps of its own from now on, without moments."""
+    here = installed(optimizer)
+    if here is None:
+        return
+    for hook in here.hooks:
+        hook.remove()
+    for name in (_HERE, UNSCALES_ITSELF):
+        vars(optimizer).pop(name)
+    if here.unscales is not None:
+        vars(optimizer)[UNSCALES_ITSELF] = here.unscales
+    for name in _note():
+        optimizer.state.pop(name, None)
+
+
+def _note() -> dict[Any, Any]:
+    return {ELSEWHERE: {"note": "Each rank holds a part of the state: see `optimizer.state_dict()`."}}
+
+
+def retire(optimizer: Optimizer) -> None:
+    """At a fit's end: the next step is the optimizer's own. Till then its state may be saved, and another fit take it.
+
+    Not :func:`uninstall`: what is saved after a fit would have no state, without a word.
+    """
+    if (here := installed(optimizer)) is not None:
+        here.retired = True
+
+
+@Optimizer.profile_hook_step  # the profiler's range, the user's hooks and the global ones
+def _step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    _take_step(optimizer)
+    return loss
+
+
+@entry
+def _take_step(optimizer: Optimizer) -> None:
+    here = installed(optimizer)
+    assert here is not None
+    if here.engine.comm.world_size > 1:
+        refuse_plain_scaler()
+    here.engine.step(optimizer.param_groups)
+
+
+def _saved(here: Installed, state: dict[str, Any]) -> dict[str, Any]:
+    """The whole state, in place of what torch has found; groups as they are now, for a scheduler may have moved on."""
+    engine, comm = here.engine, here.engine.comm
+    if engine.consolidated is None and comm.world_size == engine.node.world_size == 1:
+        consolidate(engine)
+    if engine.consolidated is None:
+        raise RuntimeError(
+            "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+            f" {comm.rank} without it. Call `ScapeOptimizer.of(optimizer).consolidate_state_dict(to=0)` on every rank,"
+            " then state_dict() on rank 0."
+        )
+    return {**state, **engine.consolidated, "param_groups": with_plain_numbers(state["param_groups"])}
+
+
+def consolidate(engine: Engine, to: int = 0) -> None:
+    """Collects the state of all ranks on one, for the next ``state_dict()`` there. Collective."""
+    engine.consolidated = None
+    own = saved.own_state(engine, engine.state_at_rest(), {"param_groups": []})
+    # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
+    device = engine.state.step.device if engine.state else engine.parameters.device
+    whole = collect(own, engine.everyone, device, to)
+    if whole is not None:
+        engine.consolidated = saved.whole_state(whole)
+
+
+def _load(here: Installed, optimizer: Optimizer | None, given: Any) -> dict[str, Any]:
+    """Reads this rank's part into fresh buffers. Torch takes the groups. Collective."""
+    assert optimizer is not None
+    engine, parts = here.engine, given
+    engine.masks.wait()
+    if isinstance(given, dict) and PARTS in given:
+        parts = given.pop(PARTS)
+        parts.update({name: value for name, value in given.items() if name != "state"})  # as user's hooks left it
+    state = engine.allocate()
+
+    def load() -> saved.Loaded:
+        return saved.load(engine, state, parts, optimizer.param_groups)
+
+    loaded = engine.everyone.raise_on_all_ranks(load)
+    here.loading = state, loaded
+    return {"state": _note(), "param_groups": loaded.param_groups}
+
+
+def _take_up(here: Installed) -> None:
+    assert here.loading is not None
+    (state, loaded), here.loading = here.loading, None
+    loaded.take_up(here.engine)
+    here.engine.replace_state(state, loaded.config)
