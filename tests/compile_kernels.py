@@ -23,9 +23,10 @@ from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.layout import Layout
+from lightning_scape.ops import cuda
 from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.ops.cuda import wire as cuda_wire
 from lightning_scape.ops.naive.wire import GROUP
-from lightning_scape.ops.registry import CUDA as cuda
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 NAMES = {
@@ -136,8 +137,8 @@ def record() -> dict[str, Launch]:
             for sent in (1, 2, 25, 200):
                 rows = count // sent
                 mask = None if sent == 200 else torch.zeros(rows, sent, dtype=torch.uint8)
-                message = torch.zeros(1, -(-rows * sent // GROUP), ops.naive.group_bytes(bits), dtype=torch.uint8)
-                ops.pack(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
+                message = torch.zeros(1, -(-rows * sent // GROUP), ops.group_bytes(bits), dtype=torch.uint8)
+                cuda_wire.pack(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
     return launches
 
 
@@ -183,7 +184,7 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
             if gap and step == 2:
                 parameters[0].grad = None
             optimizer.step()
-    cuda.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
+    ops.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
 
 
 def _first(statistic: Tensor, sent: int) -> Tensor:
@@ -222,7 +223,6 @@ def check(launch: Launch, ptx: str, used: Resources) -> None:
     if used.spilled:
         raise AssertionError(f"{name} {constants}: {used.spilled} bytes of registers are spilled to memory")
     wide = {
-        "_fold_kernel": "st.global.v4.b32",
         "_squares_kernel": "ld.global.v",
         "_sweep_kernel": "st.global.v",
     }.get(name)

@@ -1,29 +1,27 @@
-"""The Triton kernels in Triton's interpreter, against their twins; and that the two cannot drift apart."""
+"""The Triton kernels beyond their results: places far away, number of launches and of compilations, machine code."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import compile_kernels
 import pytest
 import torch
 import triton
-from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
-from rank_checks import train_scaled
+from ops_cases import FAR, FarAway, assert_same_bits, hyper, sweep_of
+from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.ops import naive
+from lightning_scape.core.layout import Layout, Piece, Region
 from lightning_scape.ops.cuda import gradients as cuda_gradients
 from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.ops.cuda import masks as cuda_masks
 from lightning_scape.ops.cuda import update as cuda_update
-from lightning_scape.ops.registry import CHUNKED, CPU, NAIVE, OPERATIONS
-from lightning_scape.ops.registry import CUDA as cuda
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -31,117 +29,29 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@interpreted
-class TestInterpreted(KernelChecks):
-    device = "cpu"
+def launched(*works: ops.Sweep) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The launches of sweeps, which are not run."""
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
+        found.append((kernel, args, dict(meta)))
+
+    with patch.object(cuda_launch, "launch", note), ops.using("cuda"):
+        for work in works:
+            ops.sweep(work)
+    return found
 
 
-# ----------------------------------------------------------------------------- same names, same signatures
+def test_a_sweep_takes_a_launch_for_each_dtype_of_gradients() -> None:
+    assert len(launched(sweep_of(0, 2))) == len(launched(sweep_of(1, None, second=True))) == 1
+    assert len(launched(sweep_of(None, 2, dtypes=(torch.float32, None, torch.bfloat16)))) == 2
+    assert len(launched(sweep_of(0, 2, dtypes=(None,)))) == 1
 
 
-@pytest.mark.parametrize("operation", ops.DISPATCHED, ids=lambda operation: operation.__name__)
-def test_twins_have_the_same_signature(operation) -> None:
-    def parameters(function) -> list[tuple]:
-        signature = inspect.signature(function)
-        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
-
-    name = operation.__name__
-    assert parameters(getattr(cuda, name)) == parameters(getattr(naive, name)) == parameters(operation)
-    assert getattr(ops, name) is operation
-
-
-def test_every_operation_is_called_by_the_name_of_its_definition() -> None:
-    assert [operation.__name__ for operation in ops.DISPATCHED] == list(OPERATIONS)
-    for operation in ops.DISPATCHED:
-        name = operation.__name__
-        assert getattr(ops, name) is operation
-        assert getattr(NAIVE, name) is getattr(naive, name) is OPERATIONS[name] is inspect.unwrap(operation)
-
-
-def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helper() -> None:
-    functions = {name: value for name, value in vars(naive).items() if inspect.isfunction(value)}
-    ours = {name for name, value in functions.items() if value.__module__.startswith("lightning_scape.ops.naive.")}
-    helpers = {
-        "position_dtype",
-        "to_device",
-        "group_bytes",
-        "bits_in",
-        "as_bits",
-        "mask_bytes",
-        "pack_by",
-        "column",
-        "cut",
-    }
-    helpers |= {"draw", "within", "feed_error_back", "to_scale", "from_scale", "column_and_row_sums"}
-    rules = {"adams_step", "adamw_step"}  # pure: the same for all
-    assert ours - helpers - {"checksum_of_sums"} - rules == OPERATIONS.keys()
-    for name in rules:
-        assert getattr(ops, name) is getattr(naive, name)
-
-
-WITH_EXAMPLES = (
-    *("pack_mask", "unpack_mask", "scatter_params"),
-    *("select", "fold", "compact", "quantize", "dequantize", "update_adamw", "gather_params"),
-)
-
-
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_docstring_has_an_example(name: str) -> None:
-    assert "Example:" in inspect.getdoc(getattr(naive, name))  # KernelChecks runs it, for both
-
-
-# ------------------------------------------------------------------------------------------------------------- dispatch
-
-
-def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("lightning_scape.ops.cpu")  # now: it registers its operations
-    used: list[str] = []
-    for backend in (CHUNKED, CPU, cuda):
-        monkeypatch.setattr(backend, "select", functools.partial(lambda name, *_: used.append(name), backend.name))
-    ops.select(torch.zeros(1, 4), 1)
-    with ops.using("cuda"):
-        ops.select(torch.zeros(1, 4), 1)
-        with ops.using("naive"):
-            ops.select(torch.zeros(1, 4), 1)
-    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "cuda")
-    ops.select(torch.zeros(1, 4), 1)
-    assert used == ["cpu", "cuda", "chunked", "cuda"]
-
-
-def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(ValueError, match="must be one of auto, naive, cpu, cuda, got 'triton'"),
-        ops.using("triton"),
-    ):
-        pass
-    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "fast")
-    with pytest.raises(ValueError, match=r"\$LIGHTNING_SCAPE_OPS must be one of"):
-        ops.select(torch.zeros(1, 4), 1)
-
-
-def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops._cuda.cache_clear()
-    monkeypatch.setattr(ops, "find_spec", lambda _: None)
-    try:
-        with pytest.warns(UserWarning, match="Install lightning-scape"):
-            assert ops._implementation(on_cuda=True) is CHUNKED
-        with ops.using("cuda"), pytest.raises(ModuleNotFoundError, match="need Triton"):
-            ops.select(torch.zeros(1, 4), 1)
-    finally:
-        ops._cuda.cache_clear()
-
-
-# ---------------------------------------------------------------------------------------------------------- two ranks
-
-
-def test_an_inf_on_one_rank_makes_the_scaler_skip_the_step_on_all(run_ranks) -> None:
-    (first, calls, scale), (second, other_calls, other_scale) = run_ranks(train_scaled, 2, "cpu")
-    assert torch.equal(first, second)
-    assert calls == other_calls == 5
-    assert scale == other_scale == 512.0
-
-
-# ----------------------------------------------------------------------------------------- places beyond 32-bit offsets
+def test_a_warm_up_of_the_sparsity_compiles_the_kernel_a_few_times() -> None:
+    works = [sweep_of(rank, sent, second=rank == 1, length=40) for sent in range(1, 40) for rank in (0, 1)]
+    variants = {compile_kernels.Launch(*launch).key for launch in launched(*works)}
+    assert len(variants) <= 4  # of both forms; few and many
 
 
 @interpreted
@@ -178,11 +88,12 @@ class TestFarAway:
         for matrix, values in zip(far, near, strict=True):
             matrix.copy_(values)
         thetas = []
-        for module, (first, second, last_step) in ((naive, near), (cuda, far)):
+        for choice, (first, second, last_step) in (("naive", near), ("cuda", far)):
             thetas.append(theta.clone())
             shard = ops.ShardState(thetas[-1], first, second, last_step)
-            rest = torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32)
-            module.update_adamw(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
+            rest = torch.tensor(9, dtype=torch.int32), one, hyper()
+            with ops.using(choice):
+                ops.update_adamw(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])
         assert not torch.equal(thetas[0], theta)
         for matrix, expected in zip(far, near, strict=True):
@@ -241,6 +152,35 @@ class TestFarAway:
         cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants | rule)
         assert errors.at(FAR, 64).nonzero().tolist() == [[7]]
         assert float(errors.at(FAR, 64)[7]) == 2.0**-26  # 1 + 2**-26 rounds to 1
+
+    def test_sweep(self) -> None:
+        length, near = 64, Layout([100], [0], 64, 1)
+        block = FAR // length
+        (piece,) = near.everything().pieces
+        far = Region((slice(block, block + 2),), (Piece(piece.segment, block, 2, 0, 100),))
+        grads: list[Tensor | None] = [torch.randn(100)]
+        shapes = {"residual": (length, 4), "mask": (1, 1), "values": (1, 4), "exp_avg_sq": (length, 4)}
+        dtypes = {"mask": "uint8"}
+        large = {
+            name: FarAway((block + 2) * width, size)
+            .at(0, (block + 2) * width, dtypes.get(name, "float32"))
+            .view(-1, width)
+            for name, (width, size) in shapes.items()
+        }
+        small = {name: torch.zeros(2, tensor.shape[1], dtype=tensor.dtype) for name, tensor in large.items()}
+        small["mask"][:, 0] = torch.tensor([5, 9])
+        small["residual"].view(-1)[:100] = torch.randn(100)
+        for name, tensor in small.items():
+            large[name][block:] = tensor
+        for choice, region, given in (("cuda", far, large), ("naive", near.everything(), small)):
+            moment = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2)
+            rest = {"second_moment": moment, **given}
+            with ops.using(choice):
+                ops.sweep(ops.Sweep(region, grads=grads, scale=torch.tensor(0.7), **rest))
+            given["exp_avg_sq"] = moment.exp_avg_sq
+        for name, tensor in small.items():
+            assert_same_bits(large[name][block:], tensor)
+            assert not large[name][0].any()
 
 
 # ---------------------------------------------------------------------------------- compiled, not only run

@@ -16,8 +16,7 @@ from rank_checks import CHANGE_ROUNDING, train_locally_on, train_on, train_scale
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
-from lightning_scape.ops.cuda import launch  # noqa: F401  with it, all that Triton does
-from lightning_scape.ops.registry import CUDA as cuda
+from lightning_scape.ops import cuda
 from lightning_scape.scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu

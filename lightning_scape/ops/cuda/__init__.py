@@ -1,22 +1,7 @@
-"""Triton kernels: each the twin of the function of the same name and signature in :mod:`..naive`.
+"""The operations on CUDA that pay, as Triton kernels: each computes that of its name in :mod:`..naive`.
 
-What is bitwise equal to the twin and what only rounds:
-
-==================================== ==================================================================================
-select, unpack_mask                  bitwise
-quantize, dequantize, pack           bitwise
-gather_params, scatter_params        bitwise
-sweep                                bitwise: ``scale * grad`` is rounded before it is added or squared
-squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update_adamw                         ``exp`` rounds differently (2 units in the last place)
-checksum, fold, compact, update_adams  the twin, in larger parts: of few steps, or none
-accumulate_exp_avg_sq
-pack_mask                            the twin, in larger parts: of the own shard
-gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
-mean, changes
-quantize_with_error                  bitwise: the twin, with this module's quantize
-adams_step, adamw_step               the twin itself: not called on a device
-==================================== ==================================================================================
+All are bitwise equal to the definition, but for three that round otherwise: ``squared_norm`` and ``sketch`` sum in
+another order, the same at every run (no atomic additions of floats); ``update_adamw`` takes another ``exp``.
 
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
 as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
@@ -27,8 +12,35 @@ of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and ea
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
 test without a GPU.
 
-The kernels stand by theme in :mod:`.gradients`, :mod:`.masks`, :mod:`.sweep`, :mod:`.update` and
+The kernels stand by theme in :mod:`.gradients`, :mod:`.masks`, :mod:`.residual`, :mod:`.update` and
 :mod:`.wire`; :mod:`.numbers` and :mod:`.launch` serve them all.
 """
 
-from lightning_scape.ops.cuda import gradients, masks, sweep, update, wire  # noqa: F401  they register what they have
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_scape.ops.cuda.gradients import sketch, squared_norm
+from lightning_scape.ops.cuda.masks import select, unpack_mask
+from lightning_scape.ops.cuda.residual import sweep
+from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_adamw
+from lightning_scape.ops.cuda.wire import dequantize, quantize
+
+__all__ = [
+    "can_read",
+    "dequantize",
+    "gather_params",
+    "quantize",
+    "scatter_params",
+    "select",
+    "sketch",
+    "squared_norm",
+    "sweep",
+    "unpack_mask",
+    "update_adamw",
+]
+
+
+def can_read(tensors: Sequence[Tensor]) -> bool:
+    """All of them: what a kernel cannot read, its operation declines."""
+    return True

@@ -12,7 +12,6 @@ from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import pointer, widen
 from lightning_scape.ops.naive import to_device
-from lightning_scape.ops.registry import CUDA
 
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
 """Entries of a chunk that a program of :func:`sketch` reads at a time; the fastest of 18 shapes tried on an H200."""
@@ -39,7 +38,6 @@ def _squares_kernel(
     tl.store(partials + program, tl.sum(value * value, axis=0).to(tl.float32))
 
 
-@CUDA.implements
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """See :func:`naive.squared_norm`. One pass, one launch per dtype."""
     partials = []
@@ -106,7 +104,6 @@ def _sketch_kernel(
     tl.store(partials + tl.program_id(0) * BUCKETS + bucket, tl.sum(sums, axis=0), mask=bucket < BUCKETS)
 
 
-@CUDA.implements
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
     """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
     buckets, length = max(widths), signs.numel() // 2

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.naive import chunked, position_dtype
+from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import masks as naive_masks
-from lightning_scape.ops.registry import CUDA
+from lightning_scape.ops.naive import position_dtype
 
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
@@ -51,13 +51,12 @@ def _select_kernel(
         keys = tl.where(keys == top[:, None], -1, keys)  # no two keys of a row are equal
 
 
-@CUDA.implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     if sent > _SELECTED_BY_TURNS or length > LONGEST_ROW or statistic.stride(1) != 1:
-        return chunked.select(statistic, sent)
+        raise Declined
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
         given = statistic.to(torch.float32).view(torch.int32)
@@ -121,11 +120,10 @@ def _unpack_kernel(
     tl.store(chosen + row[:, None] * sent + place, value.to(OUT), mask=taken)
 
 
-@CUDA.implements
 def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
     """See :func:`naive.unpack_mask`. One launch."""
     if length > LONGEST_ROW:
-        return chunked.unpack_mask(bits, sent, length)
+        raise Declined
     chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device=bits.device)
     block = row_width(length)
     rows = max(1, _SELECT_TILE // block)

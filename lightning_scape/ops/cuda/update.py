@@ -11,7 +11,6 @@ from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
-from lightning_scape.ops.registry import CUDA
 
 _UPDATE_CHUNK = 512
 """Entries a program updates. Of more, not all of what an update computes with would fit into registers."""
@@ -116,7 +115,6 @@ def _update_kernel(
         tl.store(of_last_step, now, mask=inside)
 
 
-@CUDA.implements
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
@@ -221,13 +219,11 @@ def _exchange_kernel(
         tl.store(values + place, narrow(value, VALUES), mask=inside)
 
 
-@CUDA.implements
 def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
     _exchange(entries, out, to_parameter=False, renew=renew)
 
 
-@CUDA.implements
 def scatter_params(
     entries: ParamEntries,
     values: Tensor,

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import divide
-from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, feed_error_back, group_bytes
-from lightning_scape.ops.registry import CUDA
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, group_bytes
 
 _GROUPS = 32
 """Groups of a program: 2,048 values, 16 for each of 128 threads."""
@@ -109,7 +108,6 @@ def _quantize_kernel(
     tl.store(target + (WIDTH - 1), (scale >> 8).to(tl.uint8), mask=group < total)
 
 
-@CUDA.implements
 def quantize(values: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize`. One launch; values are read and written once."""
     assert values.dtype == torch.float32
@@ -122,9 +120,15 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     return message
 
 
-@CUDA.implements
 def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """See :func:`naive.pack`. One launch."""
+    """Packs values that have left the residual; what their rounding leaves goes back into it. One launch.
+
+    Args:
+        residual: ``[S * R, B]``, of S shards; changed in place.
+        mask: ``[S * R, q]``, where the values were; or None.
+        values: fp32 ``[S * R, q]``; they become what is sent.
+        message: uint8 ``[S, G, W]``, written.
+    """
     flat = values.view(len(message), values.numel() // len(message))
     _launch_quantize(flat, message, residual, None if mask is None else mask.contiguous())
 
@@ -154,13 +158,6 @@ def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, m
         ROWS=rows,
         num_warps=4,
     )
-
-
-@CUDA.implements
-def quantize_with_error(
-    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
-) -> Tensor:
-    return feed_error_back(CUDA, error, mask, theta, before, scale, bits)
 
 
 @triton.jit
@@ -193,7 +190,6 @@ def _dequantize_kernel(
         tl.store(target + 1, _value_of(codes >> 4, unit, LEVELS), mask=there & (entry + 1 < count))
 
 
-@CUDA.implements
 def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`. One launch."""
     shards, groups, width = message.shape

@@ -5,15 +5,13 @@ A *mask* is an integer tensor ``[R, q]`` of positions in ``0 .. B-1``, no positi
 for all of them (``q = B``), which costs no index. A *scale* is a 0-dim fp32 tensor: the clipping factor of the step,
 and 0 for a step that must be skipped; every function here then leaves its state untouched.
 
-Nothing here is tuned, and temporaries are as large as the state. Where no faster implementation serves, :mod:`.chunked`
-calls these functions with a few rows at a time.
+They work on some rows at a time (:mod:`.parts`), and serve where no faster implementation does.
 """
 
 from lightning_scape.ops.naive.blocks import *  # noqa: F403
 from lightning_scape.ops.naive.gradients import *  # noqa: F403
 from lightning_scape.ops.naive.masks import *  # noqa: F403
 from lightning_scape.ops.naive.params import *  # noqa: F403
-from lightning_scape.ops.naive.rules import *  # noqa: F403
-from lightning_scape.ops.naive.tables import *  # noqa: F403
+from lightning_scape.ops.naive.parts import *  # noqa: F403
 from lightning_scape.ops.naive.update import *  # noqa: F403
 from lightning_scape.ops.naive.wire import *  # noqa: F403

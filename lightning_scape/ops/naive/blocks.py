@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,16 +10,13 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Region
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.ops.dispatch import operation
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
-from lightning_scape.ops.naive.rules import SecondMoment, column, cut
-from lightning_scape.ops.naive.wire import bits_in, gather_blocks, scatter_blocks
-from lightning_scape.ops.registry import NAIVE, Backend, operation
+from lightning_scape.ops.naive.parts import column, cut, row_slices
+from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize_with_error, scatter_blocks
 
 
-@operation
-def compact(
-    residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
-) -> Tensor:
+def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
     """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
 
     Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
@@ -32,7 +29,6 @@ def compact(
         mask: ``[R, q]`` or None.
         wire_dtype: dtype of the values sent.
         scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and leaves the residual as it is.
-        out: where to put the result, contiguous; None is new memory.
 
     Returns:
         ``[R, q]`` of ``wire_dtype``.
@@ -42,28 +38,18 @@ def compact(
     there = gather_blocks(residual, mask)
     rounded = torch.where(applied, there.clamp(-limit, limit).to(wire_dtype), 0.0)
     scatter_blocks(residual, mask, there - rounded)
-    return rounded if out is None else out.copy_(rounded)
+    return rounded
 
 
-@operation
-def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """Packs values that have left the residual (:func:`quantize`); what their rounding leaves goes back into it.
+class SecondMoment(NamedTuple):
+    """What a sweep adds the owner's own gradient to."""
 
-    Args:
-        residual: ``[S * R, B]``, of S shards; changed in place.
-        mask: ``[S * R, q]``, where the values were; or None.
-        values: fp32 ``[S * R, q]``, contiguous; they become what is sent (:func:`dequantize`).
-        message: uint8 ``[S, G, W]``, written: a group is of one shard's values.
-    """
-    pack_by(NAIVE, residual, mask, values, message)
-
-
-def pack_by(backend: Backend, residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """:func:`pack`, by a back end's own :func:`quantize` and :func:`dequantize`."""
-    flat, bits = values.view(len(message), values.numel() // len(message)), bits_in(message.shape[2])
-    message.copy_(backend.quantize(flat, bits))  # what rounding leaves stays in the values
-    scatter_blocks(residual, mask, values, add=True)
-    backend.dequantize(message, bits, flat.shape[1], flat)
+    exp_avg_sq: Tensor
+    """``[rows, B]``, changed in place."""
+    weights: Sequence[float]
+    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
+    ranks: int
+    """N."""
 
 
 class Sweep(NamedTuple):
@@ -86,14 +72,15 @@ class Sweep(NamedTuple):
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
     message: Tensor | None = None
-    """uint8 ``[S, G, W]``, written: what :func:`pack` makes of the fp32 ``values``, which become what it sends. The
-    rows are those of S shards, of which the region has some as a whole; the message of the others stays as it is."""
+    """uint8 ``[S, G, W]``, written: fp32 values travel in 8 or 4 bits. The rows are those of S shards, of which the
+    region has some as a whole; the message of the others stays as it is."""
 
-    def shards_of(self, rows: slice) -> slice:
-        """The shards of the message that have these rows."""
+    def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """The shards of the message that have these rows: number, and rows."""
         assert self.message is not None
         each = len(self.residual) // len(self.message)
-        return slice(rows.start // each, rows.stop // each)
+        for start in range(rows.start, rows.stop, max(1, each)):
+            yield start // each, slice(start, start + each)
 
 
 @operation
@@ -104,9 +91,9 @@ def sweep(work: Sweep) -> None:
 
     1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
        (:func:`accumulate_exp_avg_sq`);
-    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``;
-    3. **pack**      where a message in 8 or 4 bits is asked for, the values are packed, and their rounding errors go
-       back into the residual (:func:`pack`).
+    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 8 or 4
+       bits is asked for, that is :func:`quantize_with_error` of each shard, for entries that have not changed: the
+       residual is what was not sent yet, and what rounding leaves goes back into it.
 
     Rows outside the region are left alone.
     """
@@ -120,6 +107,20 @@ def sweep(work: Sweep) -> None:
                 one = piece_views(moments, [piece]), [grad], [weights[place]]
                 accumulate_exp_avg_sq(*one, ranks, factor)
     for rows in work.region.rows:
-        compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
-        if work.message is not None:
-            pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
+        if work.message is None:
+            for few in row_slices(residual, rows):
+                values[few] = compact(residual[few], cut(work.mask, few), values.dtype, cut(scale, few))
+            continue
+        bits = bits_in(work.message.shape[2])
+        for shard, few in work.shards_of(rows):
+            here = values[few].zero_()
+            packed = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few), bits)
+            work.message[shard] = packed
+
+
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
+    total = contributions[0].to(dtype, copy=True)
+    for contribution in contributions[1:]:
+        total.add_(contribution)
+    return total.div_(len(contributions))

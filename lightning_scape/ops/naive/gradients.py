@@ -1,20 +1,22 @@
-"""Gradients in plain PyTorch: their norm, and what they are added to."""
+"""Gradients in plain PyTorch: their norm, and what they are added to; and checksums of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_scape.ops.registry import operation
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.parts import chunk, cut
 
 
 @operation
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    parts = [part for grad in grads for part in grad.reshape(-1).split(chunk(grad))]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
     return torch.stack([norm.float() for norm in norms]).square().sum()
 
 
@@ -39,9 +41,9 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     buckets = torch.zeros(max(widths), dtype=torch.float32, device=signs.device)
     length = signs.numel() // 2
     for index, grad in enumerate(grads):
-        for number, chunk in enumerate([] if grad is None else grad.split(length)):
+        for number, part in enumerate([] if grad is None else grad.split(length)):
             width, rotation, offset, sign = draw(index, number, length, widths)
-            signed = chunk.float() * signs[offset : offset + chunk.numel()]
+            signed = part.float() * signs[offset : offset + part.numel()]
             rows = -(-signed.numel() // width)
             columns = F.pad(signed, (0, rows * width - signed.numel())).view(rows, width).sum(0)
             buckets += sign * F.pad(columns, (0, buckets.numel() - width)).roll(rotation)
@@ -62,7 +64,6 @@ def _mix(a: int, b: int) -> int:
     return z ^ (z >> 31)
 
 
-@operation
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor) -> None:
     """``residual += scale * grad``, in place.
 
@@ -74,9 +75,16 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
         scale: 0 folds nothing, even where a gradient is not finite.
     """
     for residual, grad in zip(residuals, grads, strict=True):
-        if grad is not None:
-            folded = residual + scale.to(residual) * grad.to(residual)
-            residual.copy_(torch.where(scale.to(residual) != 0, folded, residual))
+        for here, given in _parts(residual, grad):
+            if given is not None:
+                factor = scale.to(here)
+                here.copy_(torch.where(factor != 0, here + factor * given.to(here), here))
+
+
+def _parts(flat: Tensor, grad: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """A flat tensor and its gradient, some entries at a time."""
+    parts = flat.split(chunk(flat))
+    yield from zip(parts, [None] * len(parts) if grad is None else grad.split(chunk(flat)), strict=True)
 
 
 def within(bound: float, dtype: torch.dtype) -> float:
@@ -84,7 +92,6 @@ def within(bound: float, dtype: torch.dtype) -> float:
     return min(bound, torch.finfo(dtype).max)
 
 
-@operation
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
@@ -104,8 +111,35 @@ def accumulate_exp_avg_sq(
         ranks: N.
         scale: 0-dim, or one for each piece. 0 changes nothing.
     """
-    scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
-    for moment, grad, weight, factor in zip(moments, grads, weights, scales, strict=True):
-        value = factor.to(moment) * (moment.new_zeros(()) if grad is None else grad.to(moment))
-        moved = (1 - weight) * moment + (weight / ranks) * value.square()
-        moment.copy_(torch.where(factor.to(moment) != 0, moved.clamp(max=torch.finfo(moment.dtype).max), moment))
+    for place, (moment, grad, weight) in enumerate(zip(moments, grads, weights, strict=True)):
+        for here, given in _parts(moment, grad):
+            factor = cut(scale, place).to(here)
+            value = factor * (here.new_zeros(()) if given is None else given.to(here))
+            moved = (1 - weight) * here + (weight / ranks) * value.square()
+            here.copy_(torch.where(factor != 0, moved.clamp(max=torch.finfo(here.dtype).max), here))
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Two 64-bit hashes of a flat tensor, of its sums by column and by row: int64 ``[2]``.
+
+    A changed bit, or two entries that changed places, changes at least one of them, but for a chance of about 2**-64.
+    """
+    width, first_row = 1024, 0
+    columns, rows = torch.zeros(2, width, dtype=torch.int64, device=flat.device)
+    for part in flat.split(chunk(flat)):  # whole rows, but for the last
+        # 8 bytes are two numbers of 4.
+        bits = part.view({1: torch.int8, 2: torch.int16}.get(part.element_size(), torch.int32)).long()
+        table = F.pad(bits, (0, -len(bits) % width)).view(-1, width)
+        columns += table.sum(0)
+        rows[0] += _hashes(table.sum(1), first_row).sum()
+        first_row += len(table)
+    return torch.stack([_hashes(columns, -width - 1).sum(), rows[0]])
+
+
+def _hashes(sums: Tensor, first: int) -> Tensor:
+    """Each sum mixed with its place, counted from ``first`` (splitmix64's finalizer, on signed integers that wrap)."""
+    place = torch.arange(first, first + sums.numel(), dtype=torch.int64, device=sums.device)
+    z = sums + (place + 1) * -0x61C8864680B583EB
+    z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
+    z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15
+    return z ^ (z >> 31)

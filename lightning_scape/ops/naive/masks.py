@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_scape.ops.registry import operation
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.parts import row_slices
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
@@ -37,9 +38,12 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     length = statistic.shape[1]
     assert 1 <= sent <= length
     low = (1 << (length - 1).bit_length()) - 1
-    bits = statistic.float().view(torch.int32) & (MAGNITUDE_BITS & ~low)
-    keys = bits | (low - torch.arange(length, dtype=torch.int32, device=bits.device))
-    return (low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length))
+    places = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
+    chosen = []
+    for rows in row_slices(statistic):
+        keys = statistic[rows].float().view(torch.int32) & (MAGNITUDE_BITS & ~low) | places
+        chosen.append((low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length)))
+    return torch.cat(chosen)
 
 
 def as_bits(sent: int, block_size: int) -> bool:
@@ -52,7 +56,6 @@ def mask_bytes(sent: int, block_size: int) -> int:
     return min(-(-block_size // 8), sent * position_dtype(block_size).itemsize)
 
 
-@operation
 def pack_mask(mask: Tensor, length: int) -> Tensor:
     """A mask ``[R, q]`` of blocks of ``length`` entries as a bit for each entry, the first one lowest.
 
@@ -61,10 +64,13 @@ def pack_mask(mask: Tensor, length: int) -> Tensor:
     Returns:
         uint8 ``[R, ceil(length / 8)]``.
     """
-    marks = torch.zeros(len(mask), -(-length // 8) * 8, dtype=torch.uint8, device=mask.device)
-    marks.scatter_(1, mask.long(), 1)
-    ones = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return (marks.view(len(mask), marks.shape[1] // 8, 8) * ones).sum(2, dtype=torch.uint8)
+    width, ones = -(-length // 8), 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    packed = []
+    for rows in row_slices(mask):
+        marks = torch.zeros(len(mask[rows]), 8 * width, dtype=torch.uint8, device=mask.device)
+        marks.scatter_(1, mask[rows].long(), 1)
+        packed.append((marks.view(-1, width, 8) * ones).sum(2, dtype=torch.uint8))
+    return torch.cat(packed)
 
 
 @operation
@@ -82,6 +88,10 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
         ``[R, q]``, dtype :func:`position_dtype`.
     """
     eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    marks = (bits.unsqueeze(2) >> eight & 1).flatten(1)[:, :length] != 0
-    keys = torch.where(marks, length - torch.arange(length, dtype=torch.int32, device=bits.device), 0)
-    return (length - keys.topk(sent, dim=1).values).to(position_dtype(length))
+    places = length - torch.arange(length, dtype=torch.int32, device=bits.device)
+    chosen = []
+    for rows in row_slices(bits):
+        marks = (bits[rows].unsqueeze(2) >> eight & 1).flatten(1)[:, :length] != 0
+        keys = torch.where(marks, places, 0)
+        chosen.append((length - keys.topk(sent, dim=1).values).to(position_dtype(length)))
+    return torch.cat(chosen)

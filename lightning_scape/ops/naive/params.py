@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops.naive.rules import cut
-from lightning_scape.ops.registry import operation
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.parts import cut, row_slices
 
 
 class ParamEntries(NamedTuple):
@@ -41,7 +41,7 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
         out: ``[R, q]``, contiguous; masters are fp32 or fp64.
         renew: see above.
     """
-    for piece in entries.pieces:
+    for piece in _in_small_pieces(entries, out):
         there, flat = _kept(out, piece, entries.block_size), _flat(entries, piece)
         parameter = flat[_places(entries, piece)]
         if renew:
@@ -65,7 +65,7 @@ def scatter_params(
 
     Example: adding 0.003 to a parameter ``[1]`` in bf16, whose next number is 1.0078125, adds 0.003 to the error.
     """
-    for piece in entries.pieces:
+    for piece in _in_small_pieces(entries, values):
         flat, places = _flat(entries, piece), _places(entries, piece)
         old, new = flat[places], _kept(values, piece, entries.block_size)
         taken = torch.ones_like(old, dtype=torch.bool) if scale is None else cut(scale, piece.row) != 0
@@ -78,6 +78,16 @@ def scatter_params(
                 left = error.view(-1)[piece.of_blocks(entries.block_size)]
                 left[places] = torch.where(taken, left[places] + lost, left[places])
         flat[places] = torch.where(taken, new.to(flat.dtype), old)
+
+
+def _in_small_pieces(entries: ParamEntries, matrix: Tensor) -> Iterator[Piece]:
+    """The pieces, a few rows of ``matrix [R, q]`` at a time."""
+    for piece in entries.pieces:
+        for rows in row_slices(matrix, slice(piece.row, piece.row + piece.blocks)):
+            before = (rows.start - piece.row) * entries.block_size
+            blocks = rows.stop - rows.start
+            numel = min(blocks * entries.block_size, piece.numel - before)
+            yield Piece(piece.segment, rows.start, blocks, piece.start + before, numel)
 
 
 def _flat(entries: ParamEntries, piece: Piece) -> Tensor:

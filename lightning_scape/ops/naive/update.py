@@ -1,21 +1,223 @@
-"""What an owner does with its shard, in plain PyTorch."""
+"""What an owner does with its shard: ``tau`` steps of an optimizer at once (docs/design.md, 4)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_scape.ops.naive.rules import RowNumbers, ShardState, adams_step, adamw_step, column
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.parts import column, cut, row_slices
 from lightning_scape.ops.naive.wire import gather_blocks, scatter_blocks
-from lightning_scape.ops.registry import operation
+
+LONGEST_MOVE = 25.0
+"""The largest move of an entry in one update, in learning rates (AdamW)."""
 
 
-@operation
+class Hyper(NamedTuple):
+    """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
+
+    What fp32 cannot form from rounded betas without losing digits (``1 - 0.999`` is off by 5e-5) stands here ready.
+    """
+
+    lr: Tensor
+    beta1: Tensor
+    one_minus_beta1: Tensor
+    beta2: Tensor
+    one_minus_beta2: Tensor
+    eps: Tensor
+    keep: Tensor
+    """``1 - lr * weight_decay``."""
+    log_keep: Tensor
+    """Of its magnitude."""
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, lr: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, weight_decay: Tensor
+    ) -> Hyper:
+        """From the five numbers, given in fp64."""
+        keep = 1 - lr * weight_decay
+        exact = (lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
+        return cls(*(value.to(dtype) for value in exact))
+
+    def rows(self, group: Tensor | None) -> Hyper:
+        """Those of each row, as columns, from the groups ``[R]`` of the rows; None, and 0-dim: the same for all."""
+        return Hyper(*(value if group is None else column(value, group) for value in self))
+
+
+class ShardState(NamedTuple):
+    """What an update changes: the rows of a shard."""
+
+    theta: Tensor
+    """``[R, q]``, contiguous: values of the masked parameters."""
+    exp_avg: Tensor
+    """``[R, B]`` of theta's dtype."""
+    exp_avg_sq: Tensor | None
+    """Likewise; None: the update of AdamS."""
+    last_step: Tensor
+    """``[R, B]`` int32, step of each entry's last update."""
+
+
+class RowNumbers(NamedTuple):
+    """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
+
+    step: Tensor
+    """int32, t of this step."""
+    scale: Tensor
+    """fp32; 0 changes nothing."""
+    hyper: Hyper
+    """0-dim, or ``[G]``."""
+    first: Tensor
+    """Divides AdamW's first moments: ``1 - beta1**t``."""
+    second: Tensor
+    """Divides AdamW's second moments: ``1 - beta2**t``."""
+    group: Tensor | None = None
+    """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+
+
+class Updated(NamedTuple):
+    """Result of a rule."""
+
+    theta: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor | None
+    """None: AdamS has no second moment of its own."""
+
+
+def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper: Hyper) -> Updated:
+    """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
+
+    With ``g = A / tau``, the mean gradient since the last update, the first moment's tau steps are one step of backward
+    Euler::
+
+        bt    = b1/(b1 + (1-b1)*tau)
+        m'    = bt*m + (1-bt)*g
+        S     = tau*m'
+        v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
+        theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
+
+    It is ``S = tau*g + (m - m')*b1/(1-b1)``: all of a gradient reaches the parameter in the end, whatever the waits. On
+    a quadratic whose curvature, in units of the step size, is h, with constant tau and b1 = 0.9, it is stable up to
+    ``h = 2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024 (tau = 2, 10, 100). AdamS is up to 38. The sum of tau first
+    moments is the same but for ``bt = b1**tau``. A was measured before any of these steps, and the sum goes on along
+    an m older still: it is stable up to 2.1, 0.27 and 0.024.
+
+    For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
+    ``E[m**2]``.
+
+    All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        exp_avg: m, first moment after the last update.
+        tau: steps since the last update, >= 1.
+        total: A, mean over ranks of the gradients summed since the last update.
+        hyper: lr, betas, eps, weight decay.
+    """
+    m, h = exp_avg, hyper
+    new, moved = _first_moments(m, tau, total, h)
+    v = m.square() * h.beta2 + total.square() / tau * h.one_minus_beta2
+    return Updated(_decay(tau, h) * theta - moved * h.lr / (v.sqrt() + h.eps), new, None)
+
+
+def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper) -> tuple[Tensor, Tensor]:
+    """``m'`` and ``S`` of :func:`adams_step`."""
+    one_minus_bt = tau * h.one_minus_beta1 / ((tau - 1) * h.one_minus_beta1 + 1)
+    new = (1 - one_minus_bt) * m + one_minus_bt * (total / tau)
+    return new, tau * new
+
+
+def _decay(tau: Tensor, h: Hyper) -> Tensor:
+    """``(1 - lr*wd)**tau``; for one step to the last digit. AdamW allows ``lr*wd`` above 1, too."""
+    magnitude = torch.where(tau == 1, h.keep.abs(), (tau * h.log_keep).exp())
+    return torch.where((h.keep < 0) & (tau % 2 == 1), -magnitude, magnitude)
+
+
+def adamw_step(
+    theta: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    tau: Tensor,
+    total: Tensor,
+    mine: Tensor | None,
+    hyper: Hyper,
+    corrections: tuple[Tensor, Tensor],
+    ranks: int,
+) -> Updated:
+    """``tau`` steps of AdamW at once, from the sum of their gradients.
+
+    The first moment m', what it moves S, and the decay are those of :func:`adams_step`, with AdamW's bias corrections
+    ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``::
+
+        theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
+
+    ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
+    it. It has v, to which an N-th of its own gradient's square was added in every step
+    (:func:`accumulate_exp_avg_sq`): right where the gradients of the ranks are noise. It also has A, and its own part
+    of it, a, so at an update v takes what the ranks have in common::
+
+        x = A**2 for tau = 1, a*A for tau > 1
+        v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))     # AdamW's (1-b2) * A**2 at least for tau = 1
+        u = v/c2
+
+    For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
+    takes its place. Entries that wait are chosen by their sums, so A**2 would be no fair sample of noise; the product
+    with the others' noise is. For ``tau > 1`` an update is also held to what tau steps of AdamW would do::
+
+        v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
+        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # L is LONGEST_MOVE
+
+    The first line is for an entry that has a gradient on other ranks only: a mean over tau steps cannot exceed the
+    owner's root mean square unless others saw what the owner did not. It is then taken for the gradient of one step,
+    and remembered as AdamW remembers one. The last term of u holds an update to a move of L learning rates: AdamW moves
+    an entry by about one in a step, and old gradients are not worth more.
+
+    Without ``mine``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
+
+        v = b2*v + (1-b2) * A**2/tau                          # u as above
+
+    All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        exp_avg: m, first moment after the last update, not corrected.
+        exp_avg_sq: v, not corrected.
+        tau: steps since the last update, >= 1.
+        total: A, mean over ranks of the gradients summed since the last update.
+        mine: a, the owner's sum of them; None where everything is sent.
+        hyper: lr, betas, eps, weight decay.
+        corrections: c1 and c2.
+        ranks: N.
+    """
+    h, (c1, c2), v, largest = hyper, corrections, exp_avg_sq, torch.finfo(total.dtype).max
+    new, moved = _first_moments(exp_avg, tau, total, h)
+    moved = moved / c1
+    common = torch.maximum((new / c1).abs(), (moved * (1 / LONGEST_MOVE)).abs())
+    common = torch.where(tau == 1, 0.0, common)
+    squared = total.square().clamp(max=largest)
+    if mine is None:
+        v = v * h.beta2 + squared / tau * h.one_minus_beta2
+    else:
+        shared = torch.where(tau == 1, squared, (mine * total).clamp(-largest, largest))
+        weight = h.one_minus_beta2 / torch.maximum(tau, h.one_minus_beta2 * tau * tau)
+        least = torch.where(tau == 1, squared * h.one_minus_beta2, 0.0)
+        v = torch.maximum(weight * (shared - mine.square().clamp(max=largest) / ranks) + v, least)
+        unseen = (squared - (v / c2 * ranks * tau * tau).clamp(max=largest)).clamp(min=0)
+        v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
+    v = v.clamp(max=largest)
+    u = torch.maximum(v / c2, common.square())
+    return Updated(_decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v)
+
+
 def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> Tensor:
     """:func:`adams_step` on the masked entries of a shard; the rest as :func:`update_adamw`. No back end has a twin."""
-    hyper, tau = numbers.hyper.rows(numbers.group), _waits(shard, mask, numbers.step)
-    new = adams_step(shard.theta, gather_blocks(shard.exp_avg, mask), tau, mean, hyper)
-    return _write(shard, mask, numbers, new.theta, new.exp_avg, None)
+
+    def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, _: Tensor | None) -> Updated:
+        return adams_step(theta, m, tau, mean[rows], hyper)
+
+    return _update(step, shard, mask, numbers)
 
 
 @operation
@@ -40,33 +242,28 @@ def update_adamw(
     Returns:
         0-dim int64: how many of the entries were updated in the step before too.
     """
-    assert shard.exp_avg_sq is not None
-    hyper, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
-    tau = _waits(shard, mask, numbers.step)
-    moments = gather_blocks(shard.exp_avg, mask), gather_blocks(shard.exp_avg_sq, mask)
-    new = adamw_step(shard.theta, *moments, tau, mean, mine, hyper, corrections, ranks)
-    return _write(shard, mask, numbers, *new)
+
+    def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, v: Tensor | None) -> Updated:
+        assert v is not None
+        corrections = column(cut(numbers.first, rows)), column(cut(numbers.second, rows))
+        return adamw_step(theta, m, v, tau, mean[rows], cut(mine, rows), hyper, corrections, ranks)
+
+    return _update(step, shard, mask, numbers)
 
 
-def _waits(shard: ShardState, mask: Tensor | None, step: Tensor) -> Tensor:
-    """Steps since each masked entry's last update, at least 1: ``[R, q]`` of theta's dtype."""
-    return (column(step) - gather_blocks(shard.last_step, mask)).clamp(min=1).to(shard.theta.dtype)
-
-
-def _write(
-    shard: ShardState,
-    mask: Tensor | None,
-    numbers: RowNumbers,
-    theta: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor | None,
-) -> Tensor:
-    """Writes an update's result, but for rows of scale 0; counts entries that were updated in the step before."""
-    last_step = gather_blocks(shard.last_step, mask)
-    step, applied = column(numbers.step).to(last_step), column(numbers.scale) != 0
-    again = (applied & (step - last_step == 1)).sum()
-    for matrix, value in ((shard.exp_avg, exp_avg), (shard.exp_avg_sq, exp_avg_sq), (shard.last_step, step)):
-        if matrix is not None and value is not None:
-            scatter_blocks(matrix, mask, torch.where(applied, value, gather_blocks(matrix, mask)))
-    shard.theta.copy_(torch.where(applied, theta, shard.theta))
+def _update(step: Callable[..., Updated], shard: ShardState, mask: Tensor | None, numbers: RowNumbers) -> Tensor:
+    """Steps by a rule, but for rows of scale 0; counts entries that were updated in the step before."""
+    again = torch.zeros((), dtype=torch.int64, device=shard.theta.device)
+    for rows in row_slices(shard.theta):
+        few, places = ShardState(*(cut(matrix, rows) for matrix in shard)), cut(mask, rows)
+        now, applied = column(cut(numbers.step, rows)), column(cut(numbers.scale, rows)) != 0
+        hyper = numbers.hyper.rows(cut(numbers.group, rows))
+        tau = now - gather_blocks(few.last_step, places)
+        again += (applied & (tau == 1)).sum()
+        m, v = (None if matrix is None else gather_blocks(matrix, places) for matrix in few[1:3])
+        theta, *new = step(rows, tau.clamp(min=1).to(few.theta.dtype), hyper, few.theta, m, v)
+        for matrix, value in zip(few[1:], (*new, now.to(few.last_step)), strict=True):
+            if matrix is not None and value is not None:
+                scatter_blocks(matrix, places, torch.where(applied, value, gather_blocks(matrix, places)))
+        few.theta.copy_(torch.where(applied, theta, few.theta))
     return again

@@ -10,13 +10,14 @@ The scale is the upper half of an fp32, the *unit*: the largest magnitude of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_scape.ops.registry import NAIVE, Backend, operation
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.parts import chunk, column, cut, row_slices
 
 GROUP = 64
 """Values that share a scale: 66 bytes for 64 values in 8 bits, 34 in 4 bits."""
@@ -35,13 +36,11 @@ def bits_in(width: int) -> int:
     return (width - _SCALE_BYTES) * 8 // GROUP
 
 
-@operation
 def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
     return matrix if mask is None else matrix.gather(1, mask.long())
 
 
-@operation
 def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
     """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these: sums are rounded once."""
     if add and values.dtype != matrix.dtype:
@@ -73,57 +72,29 @@ def quantize(values: Tensor, bits: int) -> Tensor:
         uint8 ``[S, G, W]``.
     """
     assert values.dtype == torch.float32
-    shards, count = values.shape
     levels = (1 << (bits - 1)) - 1
-    groups = F.pad(values, (0, -count % GROUP)).view(-1, GROUP)
-    if not len(groups):
-        return torch.empty(shards, 0, group_bytes(bits), dtype=torch.uint8, device=values.device)
-    scale = to_scale(groups.abs().amax(dim=1, keepdim=True) / levels)
-    unit = from_scale(scale)
-    steps = torch.where(unit > 0, groups / unit, 0.0).round_().clamp_(-levels, levels).to(torch.int32)
-    left = groups - steps * unit
-    values.copy_(left.view(shards, -1)[:, :count])
-    codes = (steps + levels).to(torch.uint8)
-    if bits == 4:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return torch.cat([codes, scale.view(torch.uint8)], dim=1).view(shards, -1, group_bytes(bits))
-
-
-@operation
-def quantize_with_error(
-    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
-) -> Tensor:
-    """:func:`quantize` of :func:`changes`, with error feedback: what rounding left is sent too, what it leaves is kept.
-
-    Args:
-        error: ``[R, B]``, fp32 or fp64: what is left of each entry's changes. Its masked entries are changed in place.
-            One that is not finite counts as 0: its parameter was not finite, and somebody may have mended that.
-        mask: ``[R, q]`` or None.
-        theta: ``[R, q]`` of the same dtype. It becomes the change that is sent (:func:`dequantize`).
-        before: likewise; ``theta - before`` is the change.
-        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
-        bits: 4 or 8.
-
-    Returns:
-        uint8 ``[G, W]``.
-    """
-    return feed_error_back(NAIVE, error, mask, theta, before, scale, bits)
-
-
-def feed_error_back(
-    backend: Backend, error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
-) -> Tensor:
-    """:func:`quantize_with_error`, by a back end's own :func:`changes`, :func:`quantize` and :func:`dequantize`."""
-    kept = gather_blocks(error, mask)
-    kept = torch.where(kept.isfinite(), kept, 0.0)
-    applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
-    due = torch.where(applied, backend.changes(theta, before, theta.dtype) + kept, 0.0)
-    sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
-    message: Tensor = backend.quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
-    scatter_blocks(error, mask, torch.where(applied, sent if beyond is None else beyond + sent, kept))
-    theta.copy_(backend.dequantize(message.unsqueeze(0), bits, theta.numel()).view(theta.shape))
+    shape = len(values), -(-values.shape[1] // GROUP), group_bytes(bits)
+    message = torch.empty(shape, dtype=torch.uint8, device=values.device)
+    for places, columns in _groups_and_columns(values):
+        part = values[:, columns]
+        groups = F.pad(part, (0, -part.shape[1] % GROUP)).view(-1, GROUP)
+        scale = to_scale(groups.abs().amax(dim=1, keepdim=True) / levels)
+        unit = from_scale(scale)
+        steps = torch.where(unit > 0, groups / unit, 0.0).round_().clamp_(-levels, levels).to(torch.int32)
+        part.copy_((groups - steps * unit).view(len(part), -1)[:, : part.shape[1]])
+        codes = (steps + levels).to(torch.uint8)
+        if bits == 4:
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        message[:, places] = torch.cat([codes, scale.view(torch.uint8)], dim=1).view(len(part), -1, group_bytes(bits))
     return message
+
+
+def _groups_and_columns(values: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices that cover the groups of ``values [S, n]``, the same of all shards; and the columns that these are."""
+    shards, count = values.shape
+    step = max(1, chunk(values) // (GROUP * max(1, shards)))
+    for first in range(0, -(-count // GROUP), step):
+        yield slice(first, first + step), slice(first * GROUP, min((first + step) * GROUP, count))
 
 
 @operation
@@ -142,13 +113,58 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
         fp32 ``[S, n]``, contiguous.
     """
     shards, levels = len(message), (1 << (bits - 1)) - 1
-    codes, scale = message.split([GROUP * bits // 8, _SCALE_BYTES], dim=2)
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
-    unit = from_scale(scale.clone(memory_format=torch.contiguous_format).view(torch.int16))
-    values: Tensor = (levels - codes.to(torch.int32)) * -unit
-    values = values.view(shards, -1)[:, :count]
-    return values.contiguous() if out is None else out.copy_(values)
+    values = torch.empty(shards, count, dtype=torch.float32, device=message.device) if out is None else out
+    for places, columns in _groups_and_columns(values):
+        codes, scale = message[:, places].split([GROUP * bits // 8, _SCALE_BYTES], dim=2)
+        if bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
+        unit = from_scale(scale.clone(memory_format=torch.contiguous_format).view(torch.int16))
+        part = values[:, columns]
+        part.copy_(((levels - codes.to(torch.int32)) * -unit).view(shards, -1)[:, : part.shape[1]])
+    return values
+
+
+@operation
+def quantize_with_error(
+    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
+) -> Tensor:
+    """:func:`quantize` of :func:`changes`, with error feedback: what rounding left is sent too, what it leaves is kept.
+
+    Args:
+        error: ``[R, B]``, fp32 or fp64: what is left of each entry's changes. Its masked entries are changed in place.
+            One that is not finite counts as 0: its parameter was not finite, and somebody may have mended that.
+        mask: ``[R, q]`` or None.
+        theta: ``[R, q]`` of the same dtype. It becomes the change that is sent (:func:`dequantize`).
+        before: likewise; ``theta - before`` is the change. It may be ``theta`` itself.
+        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 ``[G, W]``.
+    """
+    message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device=theta.device)
+    for rows in row_slices(theta):  # whole groups, but for the last
+        new, here, few = theta[rows], error[rows], cut(mask, rows)
+        applied, kept = column(cut(scale, rows)) != 0, gather_blocks(here, few)
+        kept = torch.where(kept.isfinite(), kept, 0.0)
+        due = torch.where(applied, changes(new, before[rows], new.dtype) + kept, 0.0)
+        sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
+        packed = quantize(sent.view(1, -1), bits)  # what rounding leaves stays in sent
+        left = sent if beyond is None else beyond + sent
+        scatter_blocks(here, few, torch.where(applied, left, kept))
+        new.copy_(dequantize(packed, bits, new.numel()).view(new.shape))
+        first = rows.start * theta.shape[1] // GROUP
+        message[first : first + packed.shape[1]] = packed[0]
+    return message
+
+
+def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+    """``theta - before``, both fp32 or fp64, rounded to ``dtype``; -0.0 where both are equal.
+
+    Adding -0.0 leaves every number as it is, 0.0 and infinities too.
+    """
+    return (theta - before).masked_fill_(theta == before, -0.0).to(dtype)
 
 
 def to_scale(unit: Tensor) -> Tensor:
@@ -160,21 +176,3 @@ def to_scale(unit: Tensor) -> Tensor:
 def from_scale(scale: Tensor) -> Tensor:
     """The reverse of :func:`to_scale`, fp32."""
     return (scale.to(torch.int32) << 16).view(torch.float32)
-
-
-@operation
-def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
-    total = contributions[0].to(dtype, copy=True)
-    for contribution in contributions[1:]:
-        total.add_(contribution)
-    return total.div_(len(contributions))
-
-
-@operation
-def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
-    """``theta - before``, both fp32 or fp64, rounded to ``dtype``; -0.0 where both are equal.
-
-    Adding -0.0 leaves every number as it is, 0.0 and infinities too.
-    """
-    return (theta - before).masked_fill_(theta == before, -0.0).to(dtype)

@@ -13,8 +13,8 @@ from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import LONGEST_ROW, row_width
 from lightning_scape.ops.cuda.numbers import clamp, narrow, pointer, widen
 from lightning_scape.ops.cuda.wire import pack
-from lightning_scape.ops.naive import SecondMoment, Sweep, chunked, cut
-from lightning_scape.ops.registry import CUDA
+from lightning_scape.ops.dispatch import Declined
+from lightning_scape.ops.naive import SecondMoment, Sweep, cut
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
@@ -168,17 +168,16 @@ def _take_from_memory(
         tl.store(place, found - widen(raw, WIRE).to(found.dtype), mask=taken)
 
 
-@CUDA.implements
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
     if not _fits(work):
-        chunked.sweep(work)
-        return
+        raise Declined
     for spans in _by_dtype(work):
         _launch(work, spans)
     if work.message is not None:  # a group has values of more rows than a program
+        each = len(work.residual) // len(work.message)
         for rows in work.region.rows:
-            part = work.message[work.shards_of(rows)]
+            part = work.message[rows.start // each : rows.stop // each]
             pack(work.residual[rows], cut(work.mask, rows), work.values[rows], part)
 
 

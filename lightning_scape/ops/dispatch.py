@@ -1,0 +1,116 @@
+"""Who computes an operation: its definition in plain PyTorch, or a back end that does it faster.
+
+A back end is a module, :mod:`.cpu` or :mod:`.cuda`. A function there with an operation's name and signature computes
+it; what a back end has not, and what its function declines (:class:`Declined`), the definition computes. Definitions
+call one another as operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import Tensor
+from typing_extensions import ParamSpec
+
+VARIABLE = "LIGHTNING_SCAPE_OPS"
+"""Environment variable: which implementation to use, one of :data:`CHOICES`."""
+CHOICES = ("auto", "naive", "cpu", "cuda")
+"""``auto``: ``cuda`` for CUDA tensors, else ``cpu``. ``naive``: definitions. ``cuda`` on CPU tensors: needs Triton's
+interpreter. ``cpu`` on CUDA tensors is ``naive``."""
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""Every operation, by name."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_chosen: list[str] = []
+"""What :func:`using` asked for, innermost last."""
+_NEEDS = {
+    "cpu": ("numba", "steps on a CPU run in plain PyTorch, and take four to seven times as long"),
+    "cuda": ("triton", "steps on a GPU run in plain PyTorch, in several times as many passes over memory"),
+}
+
+
+class Declined(Exception):  # noqa: N818
+    """Raised by a back end's function, before it changes anything, for arguments that it is not made for."""
+
+
+@contextmanager
+def using(choice: str) -> Iterator[None]:
+    """Within it, every operation of this process runs by ``choice``, one of :data:`CHOICES`."""
+    _chosen.append(_checked(choice, "`choice`"))
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def operation(definition: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes an operation of its definition. A decorator."""
+    name = definition.__name__
+
+    @functools.wraps(definition)
+    def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        backend = _backend([*_tensors((*args, *kwargs.values()))])
+        twin: Callable[_P, _T] = getattr(backend, name, definition)
+        try:
+            return twin(*args, **kwargs)
+        except Declined:
+            return definition(*args, **kwargs)
+
+    OPERATIONS[name] = dispatched
+    return dispatched
+
+
+def _backend(tensors: list[Tensor]) -> ModuleType | None:
+    """The back end for these tensors; None: the definition."""
+    choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
+    if choice == "naive":
+        return None
+    found = _module(("cuda" if tensors[0].is_cuda else "cpu") if choice == "auto" else choice)
+    if found is None and choice != "auto":
+        needed = _NEEDS[choice][0]
+        raise ModuleNotFoundError(
+            f"The operations {choice!r} need {needed}, got none that works here. Install {needed}, or choose 'naive'."
+        )
+    return None if found is None or not found.can_read(tensors) else found
+
+
+@functools.cache
+def _module(name: str) -> ModuleType | None:
+    """A back end; None, with a warning, where it does not work."""
+    needed, consequence = _NEEDS[name]
+    problem = None if find_spec(needed) is not None else f"a Python without {needed}"
+    try:
+        if problem is None:
+            return importlib.import_module(f"lightning_scape.ops.{name}")
+    except Exception as error:  # of several kinds where numba was built for another NumPy
+        problem = f"one that does not work ({type(error).__name__}: {error})"
+    extra = {"cpu": "cpu", "cuda": "gpu"}[name]
+    warnings.warn(
+        f"SCAPE's operations need {needed}, got {problem}: {consequence}. Install lightning-scape[{extra}].",
+        stacklevel=5,
+    )
+    return None
+
+
+def _tensors(values: tuple[object, ...] | list[object]) -> Iterator[Tensor]:
+    """They may lie in lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _checked(choice: str, name: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"{name} must be one of {', '.join(CHOICES)}, got {choice!r}. Use 'auto' if unsure.")
+    return choice

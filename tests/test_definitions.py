@@ -1,0 +1,530 @@
+"""What the operations promise, each against a plain loop or float64."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
+
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+# ------------------------------------------------------------------------------------------------- select
+
+
+@pytest.mark.parametrize(("blocks", "length", "sent"), [(7, 200, 2), (5, 250, 25), (3, 256, 256), (4, 100, 1)])
+def test_select_takes_the_largest_magnitudes(blocks: int, length: int, sent: int) -> None:
+    # Magnitudes far enough apart that the bits given up for the position do not matter.
+    magnitudes = torch.stack([torch.randperm(length) for _ in range(blocks)]) + 1.0
+    statistic = magnitudes * torch.randn(blocks, length).sign()
+    chosen = ops.select(statistic, sent)
+    assert chosen.dtype is torch.uint8
+    assert torch.equal(chosen.long(), statistic.abs().sort(1, descending=True).indices[:, :sent])
+
+
+@pytest.mark.parametrize("sent", [9, 100, 200])
+def test_select_ranks_by_the_integer_keys(sent: int) -> None:
+    statistic = torch.randn(50, 200)
+    statistic[:, 150:] = 0  # pads among them, and ties
+    statistic[:7] = statistic[:7].round()
+    bits = statistic.abs().view(torch.int32).long()
+    keys = bits // 256 * 256 + 255 - torch.arange(200)
+    by_sort = keys.sort(1, descending=True).indices[:, :sent]
+    for choice in ("auto", "naive"):
+        with ops.using(choice):
+            assert torch.equal(ops.select(statistic, sent).long(), by_sort)
+
+
+def test_select_in_long_blocks_uses_two_bytes() -> None:
+    statistic = torch.zeros(2, 40000)
+    statistic[0, 39999], statistic[1, 257] = -1.0, 1e-30
+    chosen = ops.select(statistic, 1)
+    assert chosen.dtype is torch.uint16
+    assert chosen.long().tolist() == [[39999], [257]]
+
+
+def test_select_breaks_ties_by_the_lowest_position() -> None:
+    assert ops.select(torch.full((1, 256), -2.0), 5).tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_select_chooses_pads_last_even_among_zeros() -> None:
+    statistic = torch.zeros(1, 8)
+    statistic[0, 3] = 1e-40  # a denormal is still more than a pad
+    assert ops.select(statistic, 5).tolist() == [[3, 0, 1, 2, 4]]
+
+
+def test_select_ranks_infinity_and_nan_above_all() -> None:
+    statistic = torch.tensor([[1.0, float("inf"), 2.0, float("nan")]])
+    assert ops.select(statistic, 2).tolist() == [[3, 1]]
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))
+def test_select_positions_are_distinct_and_no_other_entry_is_larger(length: int, sent: int, seed: int) -> None:
+    sent = min(sent, length)
+    statistic = torch.randn(3, length, generator=torch.Generator().manual_seed(seed))
+    chosen = ops.select(statistic, sent).long()
+    for row in range(3):
+        inside = set(chosen[row].tolist())
+        assert len(inside) == sent
+        rest = [abs(float(statistic[row, i])) for i in range(length) if i not in inside]
+        smallest = min(abs(float(statistic[row, i])) for i in inside)
+        bits = (length - 1).bit_length()
+        assert all(value <= smallest * (1 + 2.0 ** (bits - 23)) for value in rest)
+
+
+# -------------------------------------------------------------------------------------- fold and compact
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("whole", [True, False])
+def test_sent_plus_left_equals_what_was_there_exactly(wire: torch.dtype, whole: bool) -> None:
+    residual = torch.randn(40, 200) * torch.logspace(-30, 30, 40).unsqueeze(1)
+    residual[0, 0] = torch.finfo(torch.float32).max  # rounds to infinity in bf16, unless held back
+    before = residual.double()
+    mask = None if whole else ops.select(residual, 2)
+    sent = ops.compact(residual, mask, wire, ONE)
+    assert sent.dtype is wire
+    assert sent.isfinite().all()
+    there = torch.zeros(40, 200, dtype=torch.float64)
+    ops.scatter_blocks(there, mask, sent.double())
+    assert torch.equal(there + residual.double(), before)
+    if wire is torch.float32:
+        assert (ops.gather_blocks(residual, mask) == 0).all()
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])
+def test_quantize_sends_the_nearest_multiples_of_a_unit_that_just_fits(bits: int, levels: int) -> None:
+    values = torch.randn(3, 6400) * torch.logspace(-20, 20, 3).unsqueeze(1)
+    left = values.clone()
+    message = ops.quantize(left, bits)
+    assert message.shape == (3, 100, 8 * bits + 2)
+    sent = ops.dequantize(message, bits, 6400)
+    assert torch.equal(sent.double() + left.double(), values.double())
+    groups = values.view(300, 64)
+    unit = (message[..., -2:].contiguous().view(torch.int16).int() << 16).view(torch.float32).view(300)
+    exact = groups.abs().amax(1) / levels
+    assert ((exact <= unit) & (unit <= exact * (1 + 2**-7))).all()
+    assert (left.view(300, 64).abs() <= unit.unsqueeze(1) / 2).all()
+    assert sent[sent == 0].signbit().all()  # -0.0: adding it leaves 0.0 and -0.0 as they are
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sent", [3, None])
+def test_errors_of_rounding_are_sent_later_and_rows_that_stand_still_keep_theirs(
+    dtype: torch.dtype, sent: int | None
+) -> None:
+    error, values = torch.randn(70, 50, dtype=dtype) / 8, torch.randn(70, sent or 50, dtype=dtype)
+    values = values.t().contiguous().t()  # rows that do not lie one behind the other
+    mask = None if sent is None else ops.select(error, sent)
+    scale, before = torch.arange(70) % 3.0, error.clone()
+    theta, before_all = values.clone(), torch.zeros_like(values)
+    message = ops.quantize_with_error(error, mask, theta, before_all, scale, 4)
+    read = ops.dequantize(message.unsqueeze(0), 4, values.numel()).view(values.shape)
+    assert torch.equal(theta, read.to(dtype))
+    due = values + ops.gather_blocks(before, mask)
+    moved = scale > 0
+    assert torch.equal((read + ops.gather_blocks(error, mask))[moved], due[moved])
+    assert torch.equal(error[~moved], before[~moved])
+    bad = torch.full_like(error, float("nan")).fill_diagonal_(float("inf"))  # of parameters that were not finite
+    again = ops.quantize_with_error(bad, mask, values.clone(), before_all, torch.ones(()), 4)
+    fresh = torch.zeros_like(error)
+    assert torch.equal(again, ops.quantize_with_error(fresh, mask, values.clone(), before_all, torch.ones(()), 4))
+    assert torch.equal(ops.gather_blocks(bad, mask), ops.gather_blocks(fresh, mask))
+    assert not read[~moved].any()
+    if mask is not None:
+        ops.scatter_blocks(before, mask, ops.gather_blocks(error, mask))
+        assert torch.equal(error, before)  # all else is as it was
+
+
+# --------------------------------------------------------------------------------------------- tau steps
+
+
+def hyper(lr: float, beta1: float, beta2: float, eps: float, decay: float) -> ops.Hyper:
+    return ops.Hyper.of(torch.float64, *(torch.tensor(v, dtype=torch.float64) for v in (lr, beta1, beta2, eps, decay)))
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+values = st.floats(-100, 100, allow_nan=False)
+
+
+@given(st.integers(1, 400), values, values, values, st.floats(0.0, 0.999), st.floats(0.0, 0.9999))
+def test_tau_steps_at_once_are_one_step_of_backward_euler(
+    tau: int, theta: float, m: float, g: float, beta1: float, beta2: float
+) -> None:
+    lr, eps, decay = 1e-2, 1e-8, 0.1
+    got = ops.adams_step(scalar(theta), scalar(m), scalar(tau), scalar(tau * g), hyper(lr, beta1, beta2, eps, decay))
+    momentum = (beta1 * m + (1 - beta1) * tau * g) / (beta1 + (1 - beta1) * tau)
+    moved, total = tau * momentum, tau * g
+    v = beta2 * m**2 + (1 - beta2) * total**2 / tau
+    expected = theta * (1 - lr * decay) ** tau - lr * moved / (math.sqrt(v) + eps)
+    assert float(got.exp_avg) == pytest.approx(momentum, rel=1e-9, abs=1e-9)
+    assert float(got.theta) == pytest.approx(expected, rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beta1", [0.0, 0.9, 0.999])
+def test_one_step_is_adams_term_for_term(beta1: float, dtype: torch.dtype) -> None:
+    theta, m, g = torch.randn(3, 100, dtype=dtype)
+    single = ops.Hyper(*(v.to(dtype) for v in hyper(1e-3, beta1, 0.95, 1e-8, 0.1)))
+    got = ops.adams_step(theta, m, torch.ones_like(theta), g, single)
+    momentum = (1 - single.one_minus_beta1) * m + single.one_minus_beta1 * g
+    assert torch.equal(got.exp_avg, momentum)
+    v = 0.95 * m**2 + (1 - 0.95) * g**2
+    few = 10 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.theta, (1 - 1e-4) * theta - 1e-3 * momentum / (v.sqrt() + 1e-8), rtol=few, atol=few)
+
+
+def catch_up(waits: Iterable[int], curvature: float) -> list[float]:
+    """theta, visit by visit: a gradient of 1 for one step, then that of a parabola; v is next to nothing beside eps."""
+    theta, m, path = scalar(0.0), scalar(0.0), []
+    steady = hyper(1e9, 0.9, 0.95, 1e9, 0.0)
+    for visit, tau in enumerate(waits):
+        total = tau * curvature * theta - float(visit == 0)
+        theta, m, _ = ops.adams_step(theta, m, scalar(tau), total, steady)
+        path.append(float(theta))
+    return path
+
+
+@pytest.mark.parametrize("waits", [[1] * 400, [2] * 400, [10] * 400, [100] * 400, [1, 100] * 200, [1, *[7] * 400]])
+def test_all_of_a_gradient_reaches_the_parameter_whatever_the_waits(waits: list[int]) -> None:
+    assert catch_up(waits, 0.0)[-1] == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tau", "limit"), [(2, 10.0), (10, 0.56), (100, 0.0236)])
+def test_how_sharp_a_parabola_may_be(tau: int, limit: float) -> None:
+    for curvature, stays in ((0.97 * limit, True), (1.03 * limit, False)):
+        path = [abs(value) for value in catch_up([tau] * 1500, curvature)]
+        assert (max(path[-20:]) < max(path[:20])) == stays, curvature
+
+
+def test_weight_decay_catches_up_at_the_visit() -> None:
+    got = ops.adams_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5))
+    assert float(got.theta) == pytest.approx(2.0 * 0.95**7)
+
+
+def test_a_decay_beyond_one_changes_the_sign_at_every_step() -> None:
+    for steps in (1, 2, 3):
+        got = ops.adams_step(scalar(2.0), scalar(0.0), scalar(steps), scalar(0.0), hyper(3, 0.9, 0.95, 1e-8, 0.5))
+        assert float(got.theta) == pytest.approx(2.0 * (-0.5) ** steps)
+
+
+def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
+    momentum, last_step = torch.randn(3000, 10), torch.randint(0, 4, (3000, 10), dtype=torch.int32)
+    mask = ops.select(torch.randn(3000, 10), 2)
+    old_momentum, old_clock = momentum.clone(), last_step.clone()
+    theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
+    single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
+    numbers = ops.RowNumbers(torch.tensor(5, dtype=torch.int32), ONE, single, ONE, ONE)
+    again = ops.update_adams(ops.ShardState(theta, momentum, None, last_step), mask, total, numbers)
+    outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
+    assert torch.equal(momentum[outside], old_momentum[outside])
+    assert torch.equal(last_step[outside], old_clock[outside])
+    assert (last_step[~outside] == 5).all()
+    assert int(again) == int((old_clock[~outside] == 4).sum())
+
+
+# ---------------------------------------------------------------------------------------- AdamW's update
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95), (0.0, 0.0)])
+def test_whole_steps_are_torchs_adamw(betas: tuple[float, float]) -> None:
+    mine, twin = torch.randn(100, dtype=torch.float64), torch.nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    twin.data.copy_(mine)
+    dense = torch.optim.AdamW([twin], lr=1e-2, betas=betas, eps=1e-6, weight_decay=0.3)
+    first, second, one = torch.zeros_like(mine), torch.zeros_like(mine), torch.ones_like(mine)
+    for step in range(1, 6):
+        twin.grad = torch.randn(100, dtype=torch.float64)
+        corrections = scalar(1 - betas[0] ** step), scalar(1 - betas[1] ** step)
+        given = hyper(1e-2, *betas, 1e-6, 0.3), corrections
+        mine, first, second = ops.adamw_step(mine, first, second, one, twin.grad, None, *given, ranks=4)
+        dense.step()
+        torch.testing.assert_close(mine, twin.detach(), rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(first, dense.state[twin]["exp_avg"], rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(second, dense.state[twin]["exp_avg_sq"], rtol=1e-13, atol=1e-15)
+
+
+sizes = st.floats(-1e6, 1e6, allow_nan=False, allow_subnormal=False)
+
+
+@given(st.integers(1, 5000), sizes, sizes, st.floats(0, 1e12), st.integers(1, 64), st.none() | sizes)
+def test_a_visit_moves_an_entry_by_so_many_learning_rates_at_most(
+    tau: int, m: float, total: float, v: float, ranks: int, own: float | None
+) -> None:
+    lr, corrections, given = 1e-2, (scalar(0.5), scalar(0.1)), (scalar(value) for value in (0.0, m, v, tau, total))
+    part = None if own is None else scalar(own)
+    theta, first, second = ops.adamw_step(*given, part, hyper(lr, 0.9, 0.999, 1e-8, 0.0), corrections, ranks)
+    assert second >= 0
+    assert all(value.isfinite() for value in (theta, first, second))
+    if tau > 1:  # a step of AdamW itself has no bound
+        assert abs(float(theta)) <= lr * ops.LONGEST_MOVE * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_visit_in_every_step_is_torchs_adamw_whatever_the_owners_part(ranks: int) -> None:
+    """The owner has added an N-th of its own square; the averaged gradient's takes its place."""
+    mine, twin = torch.randn(100, dtype=torch.float64), torch.nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    twin.data.copy_(mine)
+    betas, dense = (0.9, 0.95), torch.optim.AdamW([twin], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3)
+    first, second, one = torch.zeros_like(mine), torch.zeros_like(mine), torch.ones_like(mine)
+    common = torch.randn(100, dtype=torch.float64)
+    for step in range(1, 8):
+        grads = common * torch.linspace(-1, 1, 100) + torch.randn(ranks, 100, dtype=torch.float64)
+        twin.grad = grads.mean(0)
+        corrections = scalar(1 - betas[0] ** step), scalar(1 - betas[1] ** step)
+        ops.accumulate_exp_avg_sq([second], [grads[0]], [1 - betas[1]], ranks, ONE)
+        given = twin.grad, grads[0], hyper(1e-2, *betas, 1e-6, 0.3), corrections, ranks
+        mine, first, second = ops.adamw_step(mine, first, second, one, *given)
+        dense.step()
+        torch.testing.assert_close(mine, twin.detach(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(second, dense.state[twin]["exp_avg_sq"], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("common", [0.0, 1.0])
+def test_the_second_moment_is_that_of_the_average(common: float) -> None:
+    """Noise of four ranks, and what they share, new in each step; visits after 1 to 4 steps."""
+    ranks, count, beta2 = 4, 20_000, 0.95
+    second, waits = torch.zeros(count, dtype=torch.float64), torch.arange(count) % 4 + 1
+    sums, clock = torch.zeros(ranks, count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
+    found = []
+    for step in range(1, 121):
+        grads = torch.randn(ranks, count, dtype=torch.float64) + common * torch.randn(count, dtype=torch.float64)
+        ops.accumulate_exp_avg_sq([second], [grads[0]], [1 - beta2], ranks, ONE)
+        sums += grads
+        there = step % waits == 0
+        tau, zeros = (step - clock)[there].double(), torch.zeros(int(there.sum()), dtype=torch.float64)
+        given = sums.mean(0)[there], sums[0][there], hyper(1e-3, 0.9, beta2, 1e-8, 0.0), (ONE, ONE)
+        second[there] = ops.adamw_step(zeros, zeros, second[there], tau, *given, ranks).exp_avg_sq
+        sums[:, there], clock[there] = 0.0, step
+        found.append([float(second[waits == wait].mean()) for wait in range(1, 5)])
+    means, own = torch.tensor(found)[60:].mean(0), (1 + common**2) / ranks
+    torch.testing.assert_close(means[0], torch.tensor(1 / ranks + common**2), rtol=0.05, atol=0)
+    if common:  # the longer the wait, the less is said of the average, and never less than the owner's square says
+        assert (means.diff() < 0).all()
+        assert (means > 1.2 * own).all()
+    else:
+        torch.testing.assert_close(means, torch.full((4,), own), rtol=0.1, atol=0)
+
+
+def test_entries_that_are_chosen_by_their_noise_keep_their_second_moment() -> None:
+    """The owner visits what has gathered most: of noise alone, a visit leaves v as it is in the mean."""
+    ranks, count, beta2 = 4, 2000, 0.95
+    second, clock = torch.full((count,), 1 / ranks, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
+    sums, before, after = torch.zeros(ranks, count, dtype=torch.float64), 0.0, 0.0
+    for step in range(1, 1001):
+        grads = torch.randn(ranks, count, dtype=torch.float64)
+        ops.accumulate_exp_avg_sq([second], [grads[0]], [1 - beta2], ranks, ONE)
+        sums += grads
+        there = sums[0].abs().topk(count // 50).indices
+        tau, zeros = (step - clock)[there].double(), torch.zeros(len(there), dtype=torch.float64)
+        given = sums.mean(0)[there], sums[0][there], hyper(1e-3, 0.9, beta2, 1e-8, 0.0), (ONE, ONE)
+        before += float(second[there].sum())
+        second[there] = ops.adamw_step(zeros, zeros, second[there], tau, *given, ranks).exp_avg_sq
+        after += float(second[there].sum())
+        sums[:, there], clock[there] = 0.0, step
+    assert 0.97 < after / before < 1.03
+
+
+def test_what_waited_with_another_owner_moves_an_entry_no_further_than_adamw() -> None:
+    """After a load on other ranks a rest may come to an owner that has seen nothing: v must not be 0 beside m."""
+    zero, one, rest = (torch.tensor(v, dtype=torch.float64) for v in ([0.0] * 4, [1.0] * 4, [1e-5, 1e-3, 1.0, 1e3]))
+    given = one, rest / 8, rest, hyper(1e-2, 0.9, 0.95, 1e-8, 0.0), (ONE, ONE), 8
+    moved, _, second = ops.adamw_step(zero, zero, zero, *given)
+    torch.testing.assert_close(second, 0.05 * (rest / 8).square())
+    assert (moved.abs() < 1e-2).all()
+
+
+def test_what_the_owner_cannot_have_seen_is_remembered() -> None:
+    grad, tau = torch.randn(50, dtype=torch.float64), 7
+    state, given = [torch.zeros_like(grad)] * 3, (hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), (ONE, scalar(0.5)))
+    foreign = ops.adamw_step(*state, torch.full_like(grad, tau), grad, grad * 0, *given, 4).exp_avg_sq
+    assert (foreign >= (1 - 0.999) * grad.square()).all()
+
+
+def test_second_moment_is_a_running_mean_of_scaled_squares_by_piece() -> None:
+    moments = [torch.tensor([1.0, 4.0, 9.0]), torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
+    grads = [torch.tensor([3.0, -1.0, 0.5]), None, torch.tensor([float("nan")]), torch.tensor([8.0]).bfloat16()]
+    scale = torch.tensor([0.5, 0.5, 0.0, 1.0])
+    ops.accumulate_exp_avg_sq(moments, grads, [0.25, 0.5, 0.25, 0.5], 2, scale)
+    assert moments[0].tolist() == [0.75 + 0.125 * 2.25, 3.0 + 0.125 * 0.25, 6.75 + 0.125 * 0.0625]
+    assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [17.5]]
+    ops.accumulate_exp_avg_sq(moments, [grads[2]] * 4, [0.5] * 4, 2, ZERO)
+    assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [17.5]]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
+    """Step, scale, corrections and group may differ by row; where the scale is 0, a row is left bitwise alone."""
+    rows, length = 600, 6
+    first, second = torch.randn(rows, length), torch.rand(rows, length)
+    mask = ops.select(torch.randn(rows, length), 2) if masked else None
+    theta, total = torch.randn(2, rows, 2 if masked else length)
+    step = torch.tensor([7, 9, 30], dtype=torch.int32).repeat(200)
+    last_step = step.unsqueeze(1) - torch.randint(1, 6, (rows, length), dtype=torch.int32)
+    scale, corrections = torch.tensor([1.0, 0.0, 0.3]).repeat(200), torch.tensor([0.2, 0.5, 0.9]).repeat(200)
+    total[1::3] = float("nan")
+    group = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(200)
+    table = ops.Hyper.of(torch.float32, *torch.tensor([[0.1, 0.2], [0.8, 0.9], [0.9, 0.95], [1e-8, 1e-6], [0.1, 0.0]]))
+
+    def run(which: slice | None) -> tuple[list[Tensor], int]:
+        own = [t.clone() if which is None else t[which].clone() for t in (theta, first, second, last_step)]
+        part = slice(None) if which is None else which
+        kind = 0 if which is None else int(which.start)
+        single = table if which is None else ops.Hyper(*(column[group[kind]] for column in table))
+        numbers = [values if which is None else values[kind] for values in (step, corrections, scale)]
+        now, correction, applied = numbers
+        rest = None if mask is None else mask[part], total[part]
+        row_numbers = ops.RowNumbers(
+            now, applied, single, correction, correction * 0.5, group if which is None else None
+        )
+        if update == "adams":
+            again = ops.update_adams(ops.ShardState(*own)._replace(exp_avg_sq=None), *rest, row_numbers)
+        else:
+            again = ops.update_adamw(ops.ShardState(*own), *rest, None if mask is None else rest[1] * 2, row_numbers, 4)
+        return own, int(again)
+
+    together, again = run(None)
+    counts = 0
+    for kind in range(3):
+        alone, count = run(slice(kind, None, 3))
+        counts += count
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[kind::3], b, rtol=1e-6, atol=1e-6)
+    assert again == counts > 0
+    for now, before in zip(together, (theta, first, second, last_step), strict=True):
+        assert torch.equal(now[1::3], before[1::3])
+    assert not torch.equal(together[0], theta)
+
+
+# ----------------------------------------------------------------------------------- gather and scatter
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 12), st.integers(1, 3), st.integers(0, 999))
+def test_gather_and_scatter_touch_exactly_the_masked_entries(
+    numels: list[int], block_size: int, world_size: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = Layout(numels, [0] * len(numels), block_size, world_size)
+    flats = [torch.randn(n, generator=generator) for n in numels]
+    sent = 1 + seed % block_size
+    statistic = torch.zeros(layout.blocks, block_size)
+    for piece in layout.everything().pieces:
+        statistic.view(-1)[piece.row * block_size :][: piece.numel] = torch.randn(piece.numel, generator=generator)
+    mask = ops.select(statistic, sent)
+    masked = torch.zeros_like(statistic, dtype=torch.bool).scatter_(1, mask.long(), True)
+    out = torch.full((layout.blocks, sent), 7.0)
+    pieces = list(layout.everything().pieces)
+    ops.gather_params(ops.ParamEntries(flats, pieces, mask, block_size), out)
+    assert int((out != 7.0).sum()) == sum(piece.kept(sent, block_size) for piece in pieces)
+    new = [flat.clone() for flat in flats]
+    ops.scatter_params(ops.ParamEntries(new, pieces, mask, block_size), out + 1)
+    for piece, flat, changed in zip(pieces, flats, new, strict=True):
+        inside = masked.view(-1)[piece.row * block_size :][: piece.numel]
+        assert torch.equal(changed[inside], flat[inside] + 1)
+        assert torch.equal(changed[~inside], flat[~inside])
+
+
+# ---------------------------------------------------------------------------------------- norm and checks
+
+
+def signs() -> Tensor:
+    return random_signs(1 << 17)
+
+
+def gradient_of_kind(kind: str) -> list[Tensor]:
+    size = 600_000
+    if kind == "random":
+        return [torch.randn(size)]
+    if kind == "heavy-tailed":
+        return [torch.randn(size) / torch.rand(size).clamp(min=1e-6)]
+    if kind == "all one":
+        return [torch.ones(size)]
+    if kind == "all one, long":  # chunks must not add up in step
+        return [torch.ones(1).expand(60_000_000)]
+    if kind in ("one column", "columns at the sketch's own width"):  # a bucket must not collect a column
+        columns = 4096 if kind == "one column" else SKETCH_WIDTHS[0]
+        matrix = torch.zeros(800, columns)
+        matrix[:, 17] = torch.randn(800)
+        return [matrix.view(-1)]
+    if kind == "embedding rows":
+        matrix = torch.zeros(5000, 128)
+        matrix[torch.randperm(5000)[:50]] = torch.randn(50, 128)
+        return [matrix.view(-1)]
+    return [torch.randn(n) for n in torch.randint(1, 9000, (150,)).tolist()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "random",
+        "heavy-tailed",
+        "all one",
+        "all one, long",
+        "one column",
+        "columns at the sketch's own width",
+        "embedding rows",
+        "many",
+    ],
+)
+def test_sketch_norm_is_within_five_percent(kind: str) -> None:
+    grads = gradient_of_kind(kind)
+    true = torch.cat(grads).double().norm()
+    sketched = ops.sketch(grads, signs(), SKETCH_WIDTHS).double().norm()
+    assert float(sketched / true) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_that_is_not_finite_is_no_error_of_the_sketch(dtype: torch.dtype) -> None:
+    """It is the norm, on all ranks, that says so; an error on one would leave the others waiting."""
+    grad = torch.ones(200_000, dtype=dtype)
+    grad[:3] = torch.tensor([float("inf"), float("-inf"), 3e38])
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not ops.sketch([grad], signs(), SKETCH_WIDTHS).isfinite().all()
+
+
+def test_sketch_deviation_is_as_stated() -> None:
+    table = signs()
+    ratios = torch.tensor(
+        [float(ops.sketch([g], table, SKETCH_WIDTHS).norm() / g.norm()) for g in torch.randn(60, 100_000)]
+    )
+    deviation = math.sqrt(1 / (2 * SKETCH_WIDTHS[0]))
+    assert deviation == pytest.approx(0.011, abs=0.0002)
+    assert float(ratios.std()) == pytest.approx(deviation, rel=0.4)
+
+
+def test_squared_norm_of_bf16_is_accumulated_in_fp32() -> None:
+    grad = torch.ones(10_001, dtype=torch.bfloat16)
+    assert float(ops.squared_norm([grad, grad])) == pytest.approx(20_002, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_checksum_sees_a_flipped_bit_and_two_entries_swapped(dtype: torch.dtype) -> None:
+    flat = torch.randn(5000).to(dtype)
+    original = ops.checksum(flat)
+    assert torch.equal(original, ops.checksum(flat.clone()))
+    for a, b in ((3, 4), (3, 1027), (4990, 4999), (0, 4500)):
+        swapped = flat.clone()
+        swapped[[a, b]] = flat[[b, a]]
+        assert not torch.equal(original, ops.checksum(swapped))
+    for place in (0, 2047, 4999):
+        for bit in range(8):
+            flipped = flat.clone()
+            flipped.view(torch.uint8)[place] ^= 1 << bit
+            assert not torch.equal(original, ops.checksum(flipped))
+    for other in (-flat, 2 * flat):
+        assert not torch.equal(original, ops.checksum(other))
