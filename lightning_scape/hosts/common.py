@@ -48,7 +48,6 @@ class CommonStrategy(Opened):
         config: Any,
         options: Mapping[str, Any],
         *,
-        wrap: Sequence[str],
         state_dict_type: StateDictType,
         async_save: bool,
         checkpoint_io: CheckpointIO | None,
@@ -58,7 +57,7 @@ class CommonStrategy(Opened):
         refuse_options_of_ddp(options)
         self.config = setup.resolve_config(self.method, config, options)
         self._method = for_config(self.config)
-        self._nodes = two_level.Nodes(self.config, wrap)
+        self._nodes = two_level.Nodes(self.config)
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(
                 '`state_dict_type` must be "full" (one file) or "sharded" (a directory), got'
@@ -68,7 +67,6 @@ class CommonStrategy(Opened):
         self._alike: dict[str, Any] = {
             "lightning_scape's version": __version__,
             "method": self._method.name,
-            "wrap": sorted(wrap),
             "state_dict_type": state_dict_type,
             "async_save": async_save,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -53,9 +52,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
             :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised there; the end of the
             process waits for it, and only warns.
-        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
-            the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
-            ``strategy.device_mesh["shard"]`` stay as they are.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -84,7 +80,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
-        wrap: Sequence[str] = (),
         **options: Any,
     ) -> None:
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
@@ -95,7 +90,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         super().__init__(
             config,
             options,
-            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
             accelerator=accelerator,
@@ -135,7 +129,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes all ranks equal to rank 0, as DDP's constructor does; shards the module over a node's ranks."""
         if self._nodes.several:
-            self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
+            self._nodes.shard(module, self.root_device, self.precision.precision)
         else:
             setup.start_equal(module)
         self.known.modules[module] = None
@@ -169,7 +163,11 @@ class FabricMethodStrategy(FabricCheckpoints):
     def _tell(self, methods: list[Method]) -> None:
         for each in methods:
             rank_zero_info(each.summary())
-        if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
+        if (
+            self.total_steps is None
+            and not self._method.exchanges_every_step
+            and self.world_size > self._nodes.config.local_group_size
+        ):
             rank_zero_info(f"The number of steps is not known: {self.how_to_end}")
 
     def sync(self) -> None:
@@ -229,6 +227,8 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        if self._nodes.several:
+            state_dict = two_level.rows(module, state_dict)
         super().load_module_state_dict(module, state_dict, strict=strict)
         for method in self.known.methods():
             method.weights_loaded()

@@ -15,6 +15,7 @@ import lightning.pytorch.strategies as of_trainer
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricsLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -28,6 +29,8 @@ WrappingIO = _WrappingCheckpointIO
 """Such a plugin keeps another one inside; ours goes there if it was given none."""
 NoOptimizer = _MockOptimizer
 """What the Trainer steps where ``configure_optimizers`` returns None."""
+materialize = _materialize_distributed_module
+"""Gives a module on the meta device memory and first values, as for Lightning's ModelParallelStrategy."""
 check_strictly = _validate_keys_for_strict_loading
 """Raises for names that are asked for and not in a checkpoint, as Fabric does."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -68,9 +68,6 @@ class MethodStrategy(TrainerCheckpoints):
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. What
             goes wrong is raised at the next save or at the end of the fit.
-        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
-            the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
-            ``strategy.device_mesh["shard"]`` stay as they are.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -92,13 +89,11 @@ class MethodStrategy(TrainerCheckpoints):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
-        wrap: Sequence[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(
             config,
             options,
-            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
             accelerator=accelerator,
@@ -148,7 +143,7 @@ class MethodStrategy(TrainerCheckpoints):
             self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         # For evaluation too: the model may not fit on one rank.
-        self._nodes.shard(self.model, self.root_device, two_level.compute_dtype(self.precision_plugin.precision))
+        self._nodes.shard(self.model, self.root_device, self.precision_plugin.precision)
         self.model = two_level.ThroughForward(self.model)
         if fitting:
             self.setup_optimizers(trainer)
@@ -219,6 +214,8 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._nodes.several:
+            checkpoint = {**checkpoint, "state_dict": two_level.rows(self._module, checkpoint["state_dict"])}
         super().load_model_state_dict(checkpoint, strict=strict)
         for each in find_all(self.optimizers):
             each.weights_loaded()

@@ -1,17 +1,17 @@
-"""Nodes of several ranks, for a host: which ranks form a node, and a module sharded over them by FSDP2.
+"""Nodes of several ranks: which ranks form a node, and a module sharded over them by FSDP2. Knows no host.
 
-All that the package knows of ``torch.distributed.fsdp.fully_shard`` is here; all that it knows of the resulting
-DTensors is in :mod:`lightning_scape.core.local_shards`. Knows no host (docs/design.md, 6).
+A module that the user has sharded over ``strategy.device_mesh["shard"]`` (``LightningModule.configure_model``, as with
+Lightning's ModelParallelStrategy) stays as it is. Of any other the members of its ModuleLists are gathered and freed
+one at a time; the root has the rest. What the package knows of the resulting DTensors is in
+:mod:`lightning_scape.core.local_shards` (docs/design.md, 6).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,19 +22,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_scape.comm.collectives import (
-    Communicator,
-    ProcessGroup,
-    broadcast_tensors,
-    new_node_groups,
-    world_size,
-)
+from lightning_scape.comm.collectives import ProcessGroup, broadcast_tensors, new_node_groups, world_size
 from lightning_scape.core.local_shards import local
+from lightning_scape.hosts.private_names import materialize
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
 """Of all strategies of a process, by size of a node and kind of device."""
-_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Roots that have this module's hooks."""
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""The dtype of forward and backward under Lightning's precisions, if parameters are wider."""
 
 
 class Nodes:
@@ -42,64 +37,49 @@ class Nodes:
 
     Args:
         config: of a method.
-        wrap: class names of the modules that are gathered as a unit; empty takes the members of the model's outermost
-            ModuleLists.
     """
 
-    def __init__(self, config: Any, wrap: Sequence[str] = ()) -> None:
-        if isinstance(wrap, str) or not all(isinstance(name, str) for name in wrap):
-            raise ValueError(f'`wrap` must be a list of names of module classes, got {wrap!r}. Write wrap=["Block"].')
+    def __init__(self, config: Any) -> None:
         self.config = config
         """The options; after :meth:`set_up`, with the size of a node as a number."""
-        self._asked, self._wrap = config.local_group_size, tuple(wrap)
-        self._replaced: Any = None
-        self._forget()
-
-    def _forget(self) -> None:
         self.mesh: DeviceMesh | None = None
         """Nodes times ranks of a node, its dimensions named ``replicate`` and ``shard``."""
-        self.process_group: ProcessGroup | None = None
-        """The ranks that hold the same rows, one of each node; None with a single node."""
+        self._replaced: Any = None
 
-    @property
-    def size(self) -> int:
-        """Ranks that hold a replica together; known after :meth:`set_up`."""
-        return 1 if self.mesh is None else self.mesh["shard"].size()
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a strategy: its set-up makes the mesh anew."""
+        return {**vars(self), "mesh": None, "_replaced": None}
 
     @property
     def several(self) -> bool:
         """Whether a node has several ranks; known after :meth:`set_up`."""
         return self.mesh is not None
 
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same rows, one of each node; None with a single node, or one rank a node."""
+        return None if self.mesh is None or self.mesh["replicate"].size() == 1 else self.mesh["replicate"].get_group()
+
     def set_up(self, ranks_of_node: int, device: torch.device) -> None:
         """Joins the groups of its node and of its place in all nodes; the first call makes them. Collective.
 
         Args:
-            ranks_of_node: ranks that run on this node.
+            ranks_of_node: ranks that run on each node.
             device: this rank's.
 
         Raises:
             ValueError: ``local_group_size`` does not divide the ranks of a node.
         """
-        size = ranks_of_node if self._asked == "node" else int(self._asked)
-        ranks = world_size()
-        # For all ranks: machines may differ, and all or none make the groups.
-        for size_there, ranks_there in Communicator().all_gather_object((size, ranks_of_node)):
-            if (size_there > 1 and ranks_there % size_there) or ranks % size_there:
-                raise ValueError(
-                    f"`local_group_size` must divide the ranks of a node, {ranks_there} (of {ranks} in all), got"
-                    f' {size_there}. Use "node" for all ranks of a node.'
-                )
-            if size_there != size:
-                raise ValueError(
-                    "`local_group_size` must be the same on all ranks, got"
-                    f" {min(size, size_there)} and {max(size, size_there)}. Give all nodes the same number of ranks."
-                )
-        self.config = replace(self.config, local_group_size=size)
+        asked, ranks = self.config.local_group_size, world_size()
+        size = ranks_of_node if asked == "node" else int(asked)
+        if ranks_of_node % size or ranks % size:
+            raise ValueError(
+                f"`local_group_size` must divide the ranks of a node, {ranks_of_node} (of {ranks} in all), got {size}."
+                ' Use "node" for all ranks of a node.'
+            )
+        self.config, self.mesh = replace(self.config, local_group_size=size), None
         if size == 1:
-            self._forget()
             return
-
         meshes = _meshes.setdefault(cast(ProcessGroup, torch.distributed.group.WORLD), {})
         if (size, device.type) not in meshes:
             inside, across = new_node_groups(size)
@@ -108,77 +88,50 @@ class Nodes:
             mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
             meshes[size, device.type] = mesh
         self.mesh = meshes[size, device.type]
-        self.process_group = self.mesh["replicate"].get_group() if ranks > size else None
 
-    # --------------------------------------------------------------------------------------------- the module
-
-    def shard(self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
-        """Calls ``fully_shard`` on every unit and the root, where the user has not; all ranks begin as rank 0.
-
-        One unit at a time is made (if it is on the meta device), filled with rank 0's values, and sharded. So no rank
-        holds more than one whole unit. Collective.
+    def shard(self, module: nn.Module, device: torch.device, precision: str) -> None:
+        """Shards what the user has not; all ranks begin as rank 0. Collective.
 
         Args:
-            module: the model.
+            module: the model, perhaps on the meta device.
             device: this rank's.
-            compute_dtype: the dtype of forward and backward, if it is narrower than the parameters.
+            precision: as Lightning names it.
         """
         assert self.mesh is not None
-        before = dict(module.named_parameters())
-        for unit in [*find_units(module, self._wrap), module]:
-            if isinstance(unit, FSDPModule):
-                continue
-            _materialize(unit, device)
-            _move(unit, device)
-            plain = [t for t in (*unit.parameters(), *unit.buffers()) if not isinstance(t, DTensor)]
-            broadcast_tensors(plain)
-            narrow = any(t.is_floating_point() and t.itemsize < 4 for t in plain)
-            policy = MixedPrecisionPolicy(
-                param_dtype=compute_dtype,
-                # Sums over a node's ranks lose nothing, whatever the parameters' dtype.
-                reduce_dtype=torch.float32 if narrow or compute_dtype is not None else None,
-                cast_forward_inputs=False,  # autocast does it where it should: targets keep their precision
-            )
-            reshard = None if unit is module else self.config.reshard_after_forward  # None: torch knows the root
-            fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, reshard_after_forward=reshard)
-        if self.process_group is not None:  # also what the user has sharded
-            broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
-        root = cast(FSDPModule, module)
-        if not hasattr(root, "set_reduce_scatter_unused_params"):
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise RuntimeError(
                 f"Nodes of several ranks need torch 2.13 or newer, got {torch.__version__}: FSDP2 before it trains"
                 " experts wrong that not all ranks of a node use. Upgrade torch, or leave out `local_group_size`."
             )
+        reshard(module)  # an evaluation has gathered it
+        _materialize(module, device)
+        before = dict(module.named_parameters())
+        module.to(device)
+        broadcast_tensors(each for each in (*module.parameters(), *module.buffers()) if not isinstance(each, DTensor))
+        narrow = any(each.is_floating_point() and each.itemsize < 4 for each in before.values())
+        compute = _COMPUTE.get(precision)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute,
+            # Sums over a node's ranks lose nothing, whatever the parameters' dtype.
+            reduce_dtype=torch.float32 if narrow or compute is not None else None,
+            cast_forward_inputs=False,  # autocast does it where it should: targets keep their precision
+        )
+        for unit in [*_units(module), module]:
+            if not is_sharded(unit):
+                often = None if unit is module else self.config.reshard_after_forward  # None: torch knows the root
+                fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, reshard_after_forward=often)
+        if self.process_group is not None:  # also what the user has sharded
+            broadcast_tensors([local(each.detach()) for each in module.parameters()], self.process_group)
         # Else ranks that use different experts of a mixture would reduce different gradients with one another.
-        root.set_reduce_scatter_unused_params(True)
-        if module not in _prepared:  # else an earlier fit has done it
-            _prepared.add(module)
-            _take_whole_states(module)
-            _AfterEvaluation(module)
-        self._note_replaced(before, module)
-
-    def _note_replaced(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-        if self._replaced is None:
-            self._replaced = WeakIdKeyDictionary()
+        cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
+        self._replaced = WeakIdKeyDictionary() if self._replaced is None else self._replaced
         after = dict(module.named_parameters())
-        for name, parameter in before.items():
-            if after[name] is not parameter:
-                self._replaced[parameter] = after[name]
+        self._replaced.update({before[name]: after[name] for name in before if before[name] is not after[name]})
 
     def follow_replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives an optimizer that was built before its module was sharded the sharded parameters."""
         for group in optimizer.param_groups if self._replaced is not None else ():
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a strategy: its set-up makes process groups and the mesh anew."""
-        left_out = ("_replaced", "mesh", "process_group")
-        return {**self.__dict__, **dict.fromkeys(left_out)}
-
-
-def compute_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of forward and backward under one of Lightning's precisions, if parameters are wider."""
-    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -186,28 +139,21 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def find_units(module: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
-    """The modules that are gathered and freed one at a time, inner ones first; without the root, which has the rest.
+def reshard(module: nn.Module) -> None:
+    """Frees gathered parameters after a forward pass without gradients: FSDP2 keeps the root's for a backward pass."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
-    A module whose parameter is also used outside of it (tied) is left out: the root holds what both use.
 
-    Args:
-        module: the root.
-        wrap: names of classes; empty takes the members of the outermost ModuleLists.
-
-    Raises:
-        ValueError: no module is of one of the classes.
-    """
-    if wrap:
-        found = [each for each in module.modules() if each is not module and type(each).__name__ in wrap]
-        names = {type(each).__name__ for each in found}
-        if missing := [name for name in wrap if name not in names]:
-            present = ", ".join(sorted({type(each).__name__ for each in module.modules()}))
-            raise ValueError(f"`wrap` must name classes of the model's modules, got {missing}. There are {present}.")
-    else:
-        found = list(_members_of_lists(module))
-    units = list({id(each): each for each in found if next(each.parameters(), None) is not None}.values())
-    return [unit for unit in reversed(units) if not _shares(unit, module)]
+def _units(module: nn.Module) -> list[nn.Module]:
+    """What is gathered at a time. A unit whose parameter is also used outside of it (tied) is left out."""
+    uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+    inside = {
+        unit: Counter(id(each) for _, each in unit.named_parameters(remove_duplicate=False))
+        for unit in _members_of_lists(module)
+    }
+    return [unit for unit, own in inside.items() if own and all(uses[each] == count for each, count in own.items())]
 
 
 def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
@@ -220,61 +166,16 @@ def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
             yield from _members_of_lists(member) if isinstance(member, containers) else (member,)
 
 
-def _shares(unit: nn.Module, root: nn.Module) -> bool:
-    inside = {id(each) for each in unit.modules()}
-    own = {id(parameter) for parameter in unit.parameters()}
-    outside = (each for each in root.modules() if id(each) not in inside)
-    return any(id(parameter) in own for each in outside for parameter in each.parameters(recurse=False))
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _materialize(unit: nn.Module, device: torch.device) -> None:
+def _materialize(module: nn.Module, device: torch.device) -> None:
     """Gives memory and first values to what is on the meta device; tied parameters stay tied."""
-    empty = [each for each in unit.modules() if any(tensor.is_meta for tensor in _own(each))]
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in empty:
+    for each in module.modules():
         for name, parameter in each.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"A module on the meta device must be sharded by the strategy, got {name!r} of a"
-                    f" {type(each).__name__} that you have sharded. Leave out your fully_shard, or make the module on"
-                    " a real device."
-                )
             places.setdefault(id(parameter), []).append((each, name))
-    for each in empty:
-        each.to_empty(device=device, recurse=False)
+    materialize(module, device)
     for (first, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(first, name))
-    without = set()
-    for each in empty:
-        reset = getattr(each, "reset_parameters", None)
-        if callable(reset):
-            with torch.no_grad():
-                reset()
-        else:
-            without.add(type(each).__name__)
-    if without:
-        warnings.warn(
-            f"Modules on the meta device must have a method `reset_parameters`, got {', '.join(sorted(without))}"
-            " without one: their values are undefined until a checkpoint is loaded. Write that method, or load one.",
-            stacklevel=4,
-        )
-
-
-def _move(unit: nn.Module, device: torch.device) -> None:
-    """Moves what is not yet sharded to the device."""
-    for each in unit.modules():
-        own = _own(each)
-        if any(not isinstance(tensor, DTensor) and tensor.device != device for tensor in own):
-            for name, parameter in each.named_parameters(recurse=False):
-                if not isinstance(parameter, DTensor):
-                    getattr(each, name).data = parameter.data.to(device)
-            for name, buffer in each.named_buffers(recurse=False):
-                setattr(each, name, buffer.to(device))
 
 
 @contextlib.contextmanager
@@ -298,47 +199,18 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
 def check_gradients_arrived(module: nn.Module) -> None:
     """Checks gradients before a step that the module takes inside its forward pass, as with manual optimization.
 
-    FSDP2 averages a unit's gradients when a backward pass reaches the outputs of the unit's forward. The root's forward
-    has not ended yet: if no other unit is reached, the root's gradients stay with its gathered parameters.
+    FSDP2 averages the root's gradients when a backward pass reaches another unit, for the root's forward has not ended.
 
     Raises:
-        RuntimeError: some have stayed there; the optimizer would never see them.
+        RuntimeError: some are with its gathered parameters; the optimizer would never see them.
     """
-    lost = [name for name, each in module.named_parameters() if each.grad is not None and not isinstance(each, DTensor)]
-    if lost:
-        inside = dict(module.named_modules())
-        kinds = sorted({type(inside[name.rpartition(".")[0]]).__name__ for name in lost} - {type(module).__name__})
-        named = f"Name the classes of such modules: wrap={kinds}, or a larger one's around them."
-        raise RuntimeError(
-            "With `local_group_size` and manual optimization parameters must lie in modules that are gathered as a"
-            f" unit, got a gradient of {lost[0]!r} that only the root holds: FSDP2 has not averaged it, and the step"
-            f" would leave it out. {named if kinds else 'Put it into a module, and name its class in `wrap`.'}"
-        )
-
-
-class _AfterEvaluation:
-    """Frees gathered parameters after a forward pass without gradients, which no backward pass follows.
-
-    FSDP2 would keep the root's. Then ``module.parameters()`` would give the gathered copies, also to the next optimizer
-    that is built.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._depth = 0  # a module may call itself: only the outermost call ends the pass
-        root.register_forward_pre_hook(self._enter)
-        root.register_forward_hook(self._leave, always_call=True)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self._depth += 1
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._depth -= 1
-        if not self._depth and not torch.is_grad_enabled():
-            for each in module.modules():
-                if isinstance(each, FSDPModule):
-                    each.reshard()
+    for name, each in module.named_parameters():
+        if each.grad is not None and not isinstance(each, DTensor):
+            raise RuntimeError(
+                "With `local_group_size` and manual optimization parameters must lie in modules that are gathered as a"
+                f" unit, got a gradient of {name!r} that only the root holds: FSDP2 has not averaged it, and the step"
+                " would leave it out. Shard its module in `configure_model`, or put it into a ModuleList."
+            )
 
 
 class ThroughForward(nn.Module):
@@ -353,7 +225,10 @@ class ThroughForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        return self.module(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            reshard(self.module)
+        return result
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """As DDP's: inside, backward passes add gradients up and send none."""
@@ -378,22 +253,12 @@ def whole(content: Any, keep: bool) -> Any:
     return tensor.detach().cpu() if keep else None
 
 
-def _take_whole_states(module: nn.Module) -> None:
-    """Makes ``load_state_dict`` take whole tensors, of which each rank keeps its rows."""
-    for each in module.modules():
-        if any(isinstance(tensor, DTensor) for tensor in _own(each)):
-            each.register_load_state_dict_pre_hook(_cut_to_rows)
-
-
-def _cut_to_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    own_parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    own_buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    for name, parameter in itertools.chain(own_parameters, own_buffers):
-        given = state_dict.get(prefix + name)
-        if not isinstance(parameter, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
-            continue
-        if given.shape == parameter.shape:  # else load_state_dict says what is wrong
-            whole = given.to(parameter.device)
-            state_dict[prefix + name] = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+def rows(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a module's whole state dict what this rank holds."""
+    mine, found = module.state_dict(), dict(state_dict)
+    for name, given in state_dict.items():
+        own = mine.get(name)
+        whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
+        if isinstance(own, DTensor) and whole and given.shape == own.shape:  # else load_state_dict says what is wrong
+            found[name] = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return found
