@@ -11,8 +11,8 @@ from example_modules import load_example
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+from lightning_scape.ops.naive.flags import count_flags, pack_flags
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.wire.flags import count_flags, pack_flags
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))

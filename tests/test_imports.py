@@ -16,7 +16,6 @@ LAYERS = (
     {"__about__"},
     {"core", "comm"},
     {"ops"},
-    {"wire"},
     {"checkpoint"},
     {"scape", "sparseloco"},
     {"hosts"},

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import pairs
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.ops.naive.flags import pack_flags
 from lightning_scape.scape.first_message import DIGITS
-from lightning_scape.wire.flags import pack_flags
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_scape.ops.naive.blocks import Wire, pack, unpack
 from lightning_scape.sparseloco import SparseLoCoConfig
-from lightning_scape.wire.blocks import Wire, pack, unpack
 
 
 def spread(rows: int, length: int, seed: int = 0) -> Tensor:

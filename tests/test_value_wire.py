@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.ops.naive.blocks import Wire
+from lightning_scape.ops.naive.wire import GROUP, ValueWire, packed_bytes
 from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.state import Step
-from lightning_scape.wire.blocks import Wire
-from lightning_scape.wire.values import GROUP, ValueWire, packed_bytes
 
 SHAPES = ((33, 30), (7,), (3, 101))
 NUMELS = [990, 7, 303]

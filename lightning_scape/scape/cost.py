@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
+from lightning_scape.ops.naive.flags import packed_size
+from lightning_scape.ops.naive.wire import packed_bytes
 from lightning_scape.scape.clipping import width
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import DIGITS
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.wire.flags import packed_size
-from lightning_scape.wire.values import packed_bytes
 
 
 def scape_bytes(

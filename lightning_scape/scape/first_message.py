@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import HYPERPARAMETERS
-from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
+from lightning_scape.ops.naive.flags import count_flags, pack_flags, packed_size
 
 DIGITS = 3
 """Numbers of a digest."""

@@ -9,10 +9,10 @@ from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.ops.naive.wire import ValueWire
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.state import ScapeState, Step
-from lightning_scape.wire.values import ValueWire
 
 
 class Outgoing:

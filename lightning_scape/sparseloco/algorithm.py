@@ -23,11 +23,11 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.ranges import timed_range
 from lightning_scape.core.replicas import check_replicas
+from lightning_scape.ops.naive.blocks import Wire
 from lightning_scape.sparseloco import opening
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.opening import Opening
 from lightning_scape.sparseloco.stats import PHASES, ExchangeStats
-from lightning_scape.wire.blocks import Wire
 
 MOST_DROPPED = 10
 """Windows in a row that are dropped raise an error."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
-from lightning_scape.wire.blocks import Wire
+from lightning_scape.ops.naive.blocks import Wire
 
 Average = Literal["all", "geometric", "senders"]
 BITS = (2, 4, 8)

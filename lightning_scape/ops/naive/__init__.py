@@ -9,9 +9,11 @@ They work on some rows at a time (:mod:`.parts`), and serve where no faster impl
 """
 
 from lightning_scape.ops.naive.blocks import *  # noqa: F403
+from lightning_scape.ops.naive.flags import *  # noqa: F403
 from lightning_scape.ops.naive.gradients import *  # noqa: F403
 from lightning_scape.ops.naive.masks import *  # noqa: F403
 from lightning_scape.ops.naive.params import *  # noqa: F403
 from lightning_scape.ops.naive.parts import *  # noqa: F403
+from lightning_scape.ops.naive.residual import *  # noqa: F403
 from lightning_scape.ops.naive.update import *  # noqa: F403
 from lightning_scape.ops.naive.wire import *  # noqa: F403

@@ -1,126 +1,246 @@
-"""What a rank does with its residual, in plain PyTorch: the whole sweep, and how entries leave."""
+"""The quantized message of SparseLoCo: one row of bytes per block, all of the same size.
+
+Symbols: ``R`` blocks, ``B`` entries of a block, ``q`` of them are sent, ``b`` bits of a value. A row holds, in order:
+
+========= ============================ ==============================================================================
+field     bytes                        content
+========= ============================ ==============================================================================
+positions ceil(q * ceil(log2 B) / 8)   in the block, largest magnitude first; nothing where q = B
+codes     ceil(q * b / 8), or 4 q      of the values; the values themselves (fp32) where they are not quantized
+scale     2, or 0                      of the block
+========= ============================ ==============================================================================
+
+With B = 256, q = 4, b = 2 that is 4 + 1 + 2 bytes: 14 bits for an entry, everything included.
+
+Three quantizers, by what is sent:
+
+- **two levels** (2 bits, positions sent): ``-high, -low, low, high``. ``low`` is the mean magnitude of the entries
+  below the mean of all q, ``high`` that of the others. An entry of less than half its level is not sent: its place
+  repeats the block's first position, which no other place can hold.
+- **uniform** (4 and 8 bits): ``i * unit`` for whole i from ``-(2**(b-1) - 1)``; the largest magnitude of the block just
+  fits. With B = 64 and everything sent, this is the message of :func:`quantize`.
+- **ternary** (2 bits, everything sent): ``-unit, 0, unit`` with ``unit`` of 1.25 root mean squares.
+
+Sent plus left equals what was there, *exactly*, bit for bit. Levels have at most 16 significant bits, and an entry is
+sent as a level only if its magnitude is at least half of it. So the two are either within a factor of two (their
+difference is an fp32 number: Sterbenz), or the level is below the entry and a multiple of its last place's unit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_scape.core.layout import Region
-from lightning_scape.core.tensors import piece_views
-from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
-from lightning_scape.ops.naive.parts import column, cut, row_slices
-from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize_with_error, scatter_blocks
+from lightning_scape.ops.naive.masks import select
+from lightning_scape.ops.naive.wire import LEAST_SCALE, from_scale, to_scale
+
+_SCALE_BYTES = 2
+_TERNARY_UNIT = 1.25
+"""In root mean squares: about the best three levels for a normal distribution (1.22)."""
+_RATIO_BITS, _RATIO_UNIT = 5, 8
+"""``high = low * (1 + r / 8)`` for r from 0 to 31."""
 
 
-def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
+class Entries(NamedTuple):
+    """The entries that a message holds."""
 
-    Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
+    positions: Tensor | None
+    """int64 ``[R, q]``, in the block; None is all of them, in order. A position that comes twice has the value 0 the
+    second time."""
+    values: Tensor
+    """fp32 ``[R, q]``."""
 
-    Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
-    number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
+    def add_to(self, blocks: Tensor, factor: float = 1.0) -> None:
+        """``blocks [R, B] += factor * values``, at their positions."""
+        if self.positions is None:
+            blocks.add_(self.values, alpha=factor)
+        else:
+            blocks.scatter_add_(1, self.positions, self.values if factor == 1 else self.values * factor)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Format of a message.
 
     Args:
-        residual: ``[R, B]``, changed in place.
-        mask: ``[R, q]`` or None.
-        wire_dtype: dtype of the values sent.
-        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and leaves the residual as it is.
+        block_size: B.
+        sent: q, 1 .. B.
+        bits: 2, 4, 8, or None: values are fp32.
+    """
+
+    block_size: int
+    sent: int
+    bits: int | None
+
+    @property
+    def dense(self) -> bool:
+        """Whether every entry is sent, and no position."""
+        return self.sent == self.block_size
+
+    @property
+    def position_bits(self) -> int:
+        """Bits of one position."""
+        return 0 if self.dense else max(1, (self.block_size - 1).bit_length())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block's row."""
+        return sum(self._field_bytes)
+
+    @property
+    def _field_bytes(self) -> tuple[int, int, int]:
+        positions = -(-self.sent * self.position_bits // 8)
+        if self.bits is None:
+            return positions, 4 * self.sent, 0
+        return positions, -(-self.sent * self.bits // 8), _SCALE_BYTES
+
+    @property
+    def _two_levels(self) -> bool:
+        return self.bits == 2 and not self.dense
+
+    def take(self, blocks: Tensor) -> Tensor:
+        """Takes the q largest entries of each block out, as a message; what the message does not say stays behind.
+
+        Example: ``[[3, -5, 0, 1]]`` with q = 2 and bits = None sends 3 and -5 and leaves ``[[0, 0, 0, 1]]``.
+
+        Args:
+            blocks: fp32 ``[R, B]``, finite, changed in place.
+
+        Returns:
+            uint8 ``[R, row_bytes]``.
+        """
+        positions = None if self.dense else select(blocks, self.sent).long()
+        there = blocks if positions is None else blocks.gather(1, positions)
+        fields = []
+        if self.bits is None:
+            values = there.clone()  # with q = B these are the blocks themselves, about to be changed
+            coded = [_bytes(values)]
+        else:
+            positions, values, coded = self._quantize(positions, there)
+        if positions is None:
+            blocks.sub_(values)
+        else:
+            fields.append(pack(positions, self.position_bits))
+            blocks.scatter_add_(1, positions, values.neg())
+        return torch.cat([*fields, *coded], dim=1)
+
+    def read(self, message: Tensor) -> Entries:
+        """The entries of a message, uint8 ``[R, row_bytes]``."""
+        places, codes, scale = message.split(self._field_bytes, dim=1)
+        positions = None if self.dense else unpack(places, self.position_bits, self.sent)
+        if self.bits is None:
+            return Entries(positions, _view(codes, torch.float32))
+        symbols = unpack(codes, self.bits, self.sent)
+        field = _view(scale, torch.int16)
+        return Entries(positions, self._values(positions, symbols, field))
+
+    def _quantize(self, positions: Tensor | None, there: Tensor) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        """Positions (repeated where nothing is sent), values as they will be read, and the fields of the codes."""
+        assert self.bits is not None
+        magnitude = there.abs()
+        if self._two_levels:
+            assert positions is not None
+            field = _two_level_field(magnitude)
+            low, high = _two_level_scale(field)
+            symbols = 2 * (magnitude * 2 > low + high).long() + (there < 0).long()
+            first = positions[:, :1]
+            level = torch.where(symbols > 1, high, low)
+            positions = torch.where(magnitude * 2 >= level, positions, first)
+        else:
+            field = self._uniform_field(magnitude)
+            unit = from_scale(field)
+            levels = (1 << (self.bits - 1)) - 1
+            steps = torch.where(unit > 0, there / unit, 0.0).round_().clamp_(-levels, levels)
+            symbols = steps.long() + levels
+        values = self._values(positions, symbols, field)
+        return positions, values, [pack(symbols, self.bits), _bytes(field)]
+
+    def _uniform_field(self, magnitude: Tensor) -> Tensor:
+        """int16 ``[R, 1]``: the upper half of the unit's fp32, rounded up."""
+        assert self.bits is not None
+        if self.bits == 2:
+            unit = magnitude.square().mean(dim=1, keepdim=True).sqrt_().mul_(_TERNARY_UNIT)
+        else:
+            unit = magnitude.amax(dim=1, keepdim=True) / ((1 << (self.bits - 1)) - 1)
+        return to_scale(unit)
+
+    def _values(self, positions: Tensor | None, symbols: Tensor, field: Tensor) -> Tensor:
+        """fp32 ``[R, q]``: what codes and scales stand for; sender and receiver compute the same."""
+        assert self.bits is not None
+        if not self._two_levels:
+            return (symbols - ((1 << (self.bits - 1)) - 1)) * from_scale(field)
+        assert positions is not None
+        low, high = _two_level_scale(field)
+        values = torch.where(symbols > 1, high, low)
+        values = torch.where(symbols % 2 == 1, -values, values)
+        repeated = positions[:, 1:] == positions[:, :1]
+        values[:, 1:].masked_fill_(repeated, 0.0)
+        return values
+
+
+def _two_level_field(magnitude: Tensor) -> Tensor:
+    """int16 ``[R, 1]``: 11 bits for ``low`` (exponent and 3 bits), 5 bits for ``high / low``."""
+    mean = magnitude.mean(dim=1, keepdim=True)
+    upper = magnitude >= mean
+    count = upper.sum(dim=1, keepdim=True)
+    high = (magnitude * upper).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    low = (magnitude * ~upper).sum(dim=1, keepdim=True) / (upper.shape[1] - count).clamp(min=1)
+    low = torch.where(low > 0, low, high)  # all are alike
+    low = torch.maximum(low, high / 4)  # the largest ratio there is
+    low = torch.where(low > LEAST_SCALE, low, 0.0)
+    code = (low.view(torch.int32) + (1 << 19)) >> 20
+    rounded = (code << 20).view(torch.float32)
+    ratio = torch.where(rounded > 0, (high / rounded - 1) * _RATIO_UNIT, 0.0).round_().clamp_(0, 31)
+    return ((code << _RATIO_BITS) | ratio.to(torch.int32)).to(torch.int16)
+
+
+def _two_level_scale(field: Tensor) -> tuple[Tensor, Tensor]:
+    """``low`` and ``high``, fp32 ``[R, 1]`` each."""
+    bits = field.to(torch.int32) & 0xFFFF
+    low = ((bits >> _RATIO_BITS) << 20).view(torch.float32)
+    return low, low * (1 + (bits & 31).float() / _RATIO_UNIT)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _view(field: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes ``[R, n]`` as wider numbers; copied first, for a part of a row may begin anywhere."""
+    return field.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def pack(symbols: Tensor, bits: int) -> Tensor:
+    """Whole numbers of ``bits`` bits each, packed into bytes, lowest bit first; a row is filled up to whole bytes.
+
+    Example: ``[[1, 2, 3]]`` with 2 bits is ``[[0b111001]]``.
+
+    Args:
+        symbols: int64 ``[R, n]``, from 0 to ``2**bits - 1``.
+        bits: 1 to 16.
 
     Returns:
-        ``[R, q]`` of ``wire_dtype``.
+        uint8 ``[R, ceil(n * bits / 8)]``.
     """
-    applied = column(scale.to(residual.device)) != 0
-    limit = within(torch.finfo(wire_dtype).max, residual.dtype)
-    there = gather_blocks(residual, mask)
-    rounded = torch.where(applied, there.clamp(-limit, limit).to(wire_dtype), 0.0)
-    scatter_blocks(residual, mask, there - rounded)
-    return rounded
+    if bits in (8, 16):
+        return symbols.to(torch.uint8) if bits == 8 else _bytes(symbols.to(torch.int16))
+    places = torch.arange(bits, dtype=torch.int64, device=symbols.device)
+    flat = ((symbols.unsqueeze(2) >> places) & 1).to(torch.uint8).flatten(1)
+    flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8))
+    weights = (1 << torch.arange(8, dtype=torch.int64, device=symbols.device)).to(torch.uint8)
+    return (flat.view(len(flat), -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
 
-class SecondMoment(NamedTuple):
-    """What a sweep adds the owner's own gradient to."""
-
-    exp_avg_sq: Tensor
-    """``[rows, B]``, changed in place."""
-    weights: Sequence[float]
-    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
-    ranks: int
-    """N."""
-
-
-class Sweep(NamedTuple):
-    """What :func:`sweep` works on. Every tensor ``[rows, ...]`` counts the same rows."""
-
-    region: Region
-    """Which rows, and which parameters fill them."""
-    residual: Tensor
-    """``[rows, B]``, contiguous, changed in place."""
-    grads: Sequence[Tensor | None] | None
-    """Flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been folded
-    before."""
-    scale: Tensor
-    """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
-    stays as it is."""
-    mask: Tensor | None
-    """``[rows, q]`` positions, or None: everything is sent."""
-    values: Tensor
-    """``[rows, q]`` of the wire's dtype, written."""
-    second_moment: SecondMoment | None = None
-    """The owner's, or None."""
-    message: Tensor | None = None
-    """uint8 ``[S, G, W]``, written: fp32 values travel in 8 or 4 bits. The rows are those of S shards, of which the
-    region has some as a whole; the message of the others stays as it is."""
-
-    def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
-        """The shards of the message that have these rows: number, and rows."""
-        assert self.message is not None
-        each = len(self.residual) // len(self.message)
-        for start in range(rows.start, rows.stop, max(1, each)):
-            yield start // each, slice(start, start + each)
-
-
-@operation
-def sweep(work: Sweep) -> None:
-    """What a rank does with its gradient in the rows of a region, in one pass over memory (docs/design.md, 3.4).
-
-    In this order, and equal to these operations one after the other:
-
-    1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
-       (:func:`accumulate_exp_avg_sq`);
-    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 8 or 4
-       bits is asked for, that is :func:`quantize_with_error` of each shard, for entries that have not changed: the
-       residual is what was not sent yet, and what rounding leaves goes back into it.
-
-    Rows outside the region are left alone.
-    """
-    residual, scale, values = work.residual, work.scale, work.values
-    if work.grads is not None:
-        for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
-            factor = cut(scale, piece.row)
-            fold(piece_views(residual, [piece]), [grad], factor)
-            if work.second_moment is not None:
-                moments, weights, ranks = work.second_moment
-                one = piece_views(moments, [piece]), [grad], [weights[place]]
-                accumulate_exp_avg_sq(*one, ranks, factor)
-    for rows in work.region.rows:
-        if work.message is None:
-            for few in row_slices(residual, rows):
-                values[few] = compact(residual[few], cut(work.mask, few), values.dtype, cut(scale, few))
-            continue
-        bits = bits_in(work.message.shape[2])
-        for shard, few in work.shards_of(rows):
-            here = values[few].zero_()
-            packed = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few), bits)
-            work.message[shard] = packed
-
-
-def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
-    total = contributions[0].to(dtype, copy=True)
-    for contribution in contributions[1:]:
-        total.add_(contribution)
-    return total.div_(len(contributions))
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The reverse of :func:`pack`: int64 ``[R, count]``."""
+    if bits == 8:
+        return packed.long()
+    if bits == 16:
+        return _view(packed, torch.int16).long() & 0xFFFF
+    eight = torch.arange(8, device=packed.device, dtype=torch.uint8)
+    flat = ((packed.unsqueeze(2) >> eight) & 1).flatten(1)[:, : count * bits]
+    weights = 1 << torch.arange(bits, dtype=torch.int64, device=packed.device)
+    return (flat.view(len(flat), count, bits).long() * weights).sum(dim=2)

@@ -10,7 +10,8 @@ The scale is the upper half of an fp32, the *unit*: the largest magnitude of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -176,3 +177,45 @@ def to_scale(unit: Tensor) -> Tensor:
 def from_scale(scale: Tensor) -> Tensor:
     """The reverse of :func:`to_scale`, fp32."""
     return (scale.to(torch.int32) << 16).view(torch.float32)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of a message of so many values."""
+    return -(-count // GROUP) * group_bytes(bits)
+
+
+class ValueWire(NamedTuple):
+    """Makes room for messages of values and changes ``[R, q]``, and reads them.
+
+    What is left of values stays in the residual, because the sweep packs them; what is left of changes stays with the
+    owner.
+    """
+
+    bits: int | None
+    """8 or 4; None: values travel as they are."""
+
+    def message(self, rows: int, sent: int, shards: int, device: torch.device) -> Tensor | None:
+        """Memory for the message of values ``[shards * rows, sent]``; None: they travel as they are.
+
+        uint8 ``[shards, G, W]``: no two shards, one for each receiver, share a group.
+        """
+        if self.bits is None:
+            return None
+        shape = shards, -(-rows * sent // GROUP), group_bytes(self.bits)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def read(
+        self, message: Tensor, rows: int, sent: int, shards: int = 1, some: Sequence[slice] | None = None
+    ) -> Tensor:
+        """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself.
+
+        ``some``: rows that are read, each slice those of whole shards; the others stay undefined. None: all.
+        """
+        if self.bits is None:
+            return message
+        values = torch.empty(shards * rows, sent, dtype=torch.float32, device=message.device)
+        parts, count = message.view(shards, len(message) // shards, message.shape[1]), rows * sent
+        for part in [slice(0, shards * rows)] if some is None else some:
+            here = parts[part.start // max(1, rows) : part.stop // max(1, rows)]
+            dequantize(here, bits_in(message.shape[1]), count, out=values[part].view(len(here), count))
+        return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -15,11 +14,6 @@ def pack_flags(flags: Sequence[bool], ranks: int) -> Tensor:
 
     Example: ``[True, False, True]`` for 2 ranks are the digits 1, 0, 1 in base 3: ``[10.]``, for 1 + 0*3 + 1*9.
     """
-    return _packed(tuple(flags), ranks).clone()
-
-
-@functools.lru_cache(maxsize=64)  # from step to step they are mostly the same
-def _packed(flags: tuple[bool, ...], ranks: int) -> Tensor:
     digits = _flags_per_number(ranks)
     padded = torch.zeros(packed_size(len(flags), ranks) * digits, dtype=torch.float64, device="cpu")
     padded[: len(flags)] = torch.tensor(flags, dtype=torch.float64, device="cpu")

@@ -1,0 +1,126 @@
+"""What a rank does with its residual, in plain PyTorch: the whole sweep, and how entries leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape.core.layout import Region
+from lightning_scape.core.tensors import piece_views
+from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
+from lightning_scape.ops.naive.parts import column, cut, row_slices
+from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize_with_error, scatter_blocks
+
+
+def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
+
+    Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
+
+    Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
+    number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
+
+    Args:
+        residual: ``[R, B]``, changed in place.
+        mask: ``[R, q]`` or None.
+        wire_dtype: dtype of the values sent.
+        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and leaves the residual as it is.
+
+    Returns:
+        ``[R, q]`` of ``wire_dtype``.
+    """
+    applied = column(scale.to(residual.device)) != 0
+    limit = within(torch.finfo(wire_dtype).max, residual.dtype)
+    there = gather_blocks(residual, mask)
+    rounded = torch.where(applied, there.clamp(-limit, limit).to(wire_dtype), 0.0)
+    scatter_blocks(residual, mask, there - rounded)
+    return rounded
+
+
+class SecondMoment(NamedTuple):
+    """What a sweep adds the owner's own gradient to."""
+
+    exp_avg_sq: Tensor
+    """``[rows, B]``, changed in place."""
+    weights: Sequence[float]
+    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
+    ranks: int
+    """N."""
+
+
+class Sweep(NamedTuple):
+    """What :func:`sweep` works on. Every tensor ``[rows, ...]`` counts the same rows."""
+
+    region: Region
+    """Which rows, and which parameters fill them."""
+    residual: Tensor
+    """``[rows, B]``, contiguous, changed in place."""
+    grads: Sequence[Tensor | None] | None
+    """Flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been folded
+    before."""
+    scale: Tensor
+    """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
+    stays as it is."""
+    mask: Tensor | None
+    """``[rows, q]`` positions, or None: everything is sent."""
+    values: Tensor
+    """``[rows, q]`` of the wire's dtype, written."""
+    second_moment: SecondMoment | None = None
+    """The owner's, or None."""
+    message: Tensor | None = None
+    """uint8 ``[S, G, W]``, written: fp32 values travel in 8 or 4 bits. The rows are those of S shards, of which the
+    region has some as a whole; the message of the others stays as it is."""
+
+    def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """The shards of the message that have these rows: number, and rows."""
+        assert self.message is not None
+        each = len(self.residual) // len(self.message)
+        for start in range(rows.start, rows.stop, max(1, each)):
+            yield start // each, slice(start, start + each)
+
+
+@operation
+def sweep(work: Sweep) -> None:
+    """What a rank does with its gradient in the rows of a region, in one pass over memory (docs/design.md, 3.4).
+
+    In this order, and equal to these operations one after the other:
+
+    1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
+       (:func:`accumulate_exp_avg_sq`);
+    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 8 or 4
+       bits is asked for, that is :func:`quantize_with_error` of each shard, for entries that have not changed: the
+       residual is what was not sent yet, and what rounding leaves goes back into it.
+
+    Rows outside the region are left alone.
+    """
+    residual, scale, values = work.residual, work.scale, work.values
+    if work.grads is not None:
+        for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
+            factor = cut(scale, piece.row)
+            fold(piece_views(residual, [piece]), [grad], factor)
+            if work.second_moment is not None:
+                moments, weights, ranks = work.second_moment
+                one = piece_views(moments, [piece]), [grad], [weights[place]]
+                accumulate_exp_avg_sq(*one, ranks, factor)
+    for rows in work.region.rows:
+        if work.message is None:
+            for few in row_slices(residual, rows):
+                values[few] = compact(residual[few], cut(work.mask, few), values.dtype, cut(scale, few))
+            continue
+        bits = bits_in(work.message.shape[2])
+        for shard, few in work.shards_of(rows):
+            here = values[few].zero_()
+            packed = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few), bits)
+            work.message[shard] = packed
+
+
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
+    total = contributions[0].to(dtype, copy=True)
+    for contribution in contributions[1:]:
+        total.add_(contribution)
+    return total.div_(len(contributions))

@@ -1,1 +1,0 @@
-"""How values are packed for a message."""
