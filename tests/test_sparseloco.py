@@ -38,11 +38,11 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def train(
-    rank: int, steps: int, loco: Callable[[torch.optim.Optimizer], SparseLoCo | None], sgd: bool = False,
+    rank: int, steps: int, loco: Callable[[torch.optim.Optimizer], SparseLoCo | None],
     dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, SparseLoCo | None]:  # fmt: skip
     net = model(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1) if sgd else torch.optim.AdamW(net.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     wrapped = loco(optimizer)
     for step in range(steps):
         gradient(net, rank, step)
@@ -53,8 +53,8 @@ def train(
 # ------------------------------------------------------------------------------------------------ what it equals
 
 
-def _averaging(rank: int, world_size: int, every: int, sgd: bool) -> Tensor:
-    net, _ = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **EXACT, sync_every=every), sgd)
+def _averaging(rank: int, world_size: int, every: int) -> Tensor:
+    net, _ = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **EXACT, sync_every=every))
     return flat(net)
 
 
@@ -74,24 +74,9 @@ def _reference(ranks: int, every: int) -> Tensor:
 
 
 def test_everything_sent_is_plain_averaging_of_the_parameters(run_ranks: Any) -> None:
-    ends = run_ranks(_averaging, 2, 3, False)
+    ends = run_ranks(_averaging, 2, 3)
     torch.testing.assert_close(ends[0], _reference(2, 3), rtol=1e-5, atol=1e-6)
     assert torch.equal(ends[0], ends[1])
-
-
-def test_with_sgd_and_one_step_it_is_data_parallel_sgd(run_ranks: Any) -> None:
-    ends = run_ranks(_averaging, 2, 1, True)
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in range(6):
-        parts = []
-        for rank in range(2):
-            gradient(net, rank, step)
-            parts.append([parameter.grad.clone() for parameter in net.parameters()])
-        for parameter, *grads in zip(net.parameters(), *parts, strict=True):
-            parameter.grad = torch.stack(grads).mean(dim=0)
-        optimizer.step()
-    torch.testing.assert_close(ends[0], flat(net), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ nothing is lost
@@ -159,11 +144,14 @@ def test_entries_on_which_all_ranks_agree_settle(run_ranks: Any, entries: int, o
     assert max(run_ranks(_settled, 4, entries, options)) < 0.02
 
 
-def test_one_rank_trains_as_without_sparseloco() -> None:
-    """It has nobody to send to. Still it sent itself 2 bits of 1 entry in 64, and trained worse."""
-    alone, _ = train(0, 12, lambda optimizer: SparseLoCo(optimizer, sync_every=3))
+def test_one_rank_trains_as_without_sparseloco_and_sends_nothing() -> None:
+    """It has nobody to send to, and needs no process group."""
+    alone, loco = train(0, 12, lambda optimizer: SparseLoCo(optimizer, sync_every=3))
     plain, _ = train(0, 12, lambda optimizer: None)
     torch.testing.assert_close(flat(alone), flat(plain), rtol=1e-5, atol=1e-6)
+    assert loco is not None
+    assert loco.stats is not None
+    assert (loco.stats.exchange, loco.stats.bytes_total) == (4, 0)
 
 
 # ------------------------------------------------------------------------------------------------ what it sends
@@ -200,14 +188,6 @@ def test_an_exchange_sends_140_times_less_than_fp32_and_what_was_planned(run_ran
 
 
 # ------------------------------------------------------------------------------------------------ alone, narrow, odd
-
-
-def test_one_rank_needs_no_process_group_and_sends_nothing() -> None:
-    net, loco = train(0, 6, lambda optimizer: SparseLoCo(optimizer, **SPARSE))
-    assert loco is not None
-    assert loco.stats is not None
-    assert loco.stats.bytes_total == 0
-    assert loco.stats.exchange == 2
 
 
 def test_small_outer_steps_add_up_where_parameters_are_bf16() -> None:

@@ -34,7 +34,8 @@ class SparseLoCoConfig:
     """H: steps of the inner optimizer from one exchange to the next. The authors use 15 to 30, and tried up to 250."""
 
     density: float = 1 / 64
-    """Share of the entries that a rank sends in an exchange, in (0, 1]. 1 sends everything, without positions."""
+    """Share of the entries that a rank sends in an exchange, in (0, 1]. 1 sends everything, without positions; a rank
+    holds the messages of all ranks at a time."""
 
     bits: int | None = 2
     """Bits of a value on the wire: 2, 4 or 8, with a scale of 16 bits per block. None sends fp32 values."""
