@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import AdamW
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo
-from lightning_scape.core.method import Surroundings
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.method import SparseLoCoMethod
 
@@ -78,9 +77,8 @@ def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) ->
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_sparseloco_names_the_parameter_that_it_cannot_carry(dtype: torch.dtype) -> None:
     module = nn.ParameterDict({"fine": torch.zeros(3), "bad": torch.zeros(3, dtype=dtype)})
-    surroundings = Surroundings(list(module.named_parameters()))
     with pytest.raises(ValueError, match=f"got bad .*in (torch.)?{str(dtype).removeprefix('torch.')}"):
-        SparseLoCoMethod.attach(AdamW(module.parameters()), SparseLoCoConfig(), surroundings)
+        SparseLoCoMethod.attach(AdamW(module.parameters()), SparseLoCoConfig(), list(module.named_parameters()))
 
 
 def test_parameters_that_cannot_be_carried_are_refused() -> None:

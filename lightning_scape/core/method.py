@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
@@ -16,39 +15,11 @@ if TYPE_CHECKING:  # the package knows its methods by name before torch is impor
 
     from lightning_scape.comm.collectives import Communicator, ProcessGroup
 
-
-class Progress(NamedTuple):
-    """How far an optimizer's training has come, on this rank."""
-
-    steps: int
-    """Steps of the optimizer, those before a loaded checkpoint included."""
-    begun: int
-    """Exchanges that have begun."""
-    ended: int
-    """Exchanges that have ended."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What surrounds an optimizer that is put under a method."""
-
-    named_parameters: Sequence[tuple[str, Tensor]] = ()
-    """The module's, for error messages and checkpoints."""
-    process_group: ProcessGroup | None = None
-    """The ranks that exchange: those that hold the same rows, one of each node, where nodes have several ranks. None
-    is all ranks, or, where every parameter is sharded over all of them, this rank alone."""
-
-
-class Clipping(ABC):
-    """The clipping of a method whose step uses the gradient averaged over ranks, which no rank holds."""
-
-    @abstractmethod
-    def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Bounds the norm of the averaged gradient in the coming step. Collective.
-
-        Returns:
-            The norm before, 0-dim; not finite if any rank's gradient is not.
-        """
+METHODS = {
+    "scape": "lightning_scape.scape.method:ScapeMethod",
+    "sparseloco": "lightning_scape.sparseloco.method:SparseLoCoMethod",
+}
+"""By name; a module is imported when it is first asked for."""
 
 
 class Method(ABC):
@@ -70,20 +41,24 @@ class Method(ABC):
     exchanges_every_step: ClassVar[bool] = False
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
-    """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
+    """Whether it has :meth:`clip_grad_norm`. Else the host clips this rank's own gradient."""
 
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 
     optimizer: Optimizer
-    """The user's own, which the host steps."""
+    """The user's, which the host steps."""
     communicator: Communicator
     """Sends its messages."""
-    clipping: Clipping | None = None
-    """Clips the averaged gradient, and says whether that is finite."""
 
     @classmethod
     @abstractmethod
-    def attach(cls, optimizer: Optimizer, config: Any, surroundings: Surroundings) -> Self:
+    def attach(
+        cls,
+        optimizer: Optimizer,
+        config: Any,
+        named_parameters: Sequence[tuple[str, Tensor]] = (),
+        process_group: ProcessGroup | None = None,
+    ) -> Self:
         """Puts one of the user's optimizers under the method. Collective.
 
         The same optimizer may come again after an earlier fit.
@@ -91,7 +66,9 @@ class Method(ABC):
         Args:
             optimizer: as the user has built it, not wrapped.
             config: of ``config_class``.
-            surroundings: parameters, ranks, and length of the run.
+            named_parameters: the module's, for error messages and checkpoints.
+            process_group: the ranks that exchange: those that hold the same rows, one of each node, where nodes have
+                several ranks. None is all ranks, or, where every parameter is sharded over all of them, this one alone.
 
         Raises:
             TypeError, ValueError: the method cannot train it, or ranks differ; on every rank.
@@ -113,9 +90,9 @@ class Method(ABC):
         At the end of a fit, and before an optimizer is replaced in mid-training.
         """
 
-    @abstractmethod
     def drain(self) -> None:
         """Waits for messages that are on their way, and begins none, so that process groups may be torn down."""
+        return
 
     @abstractmethod
     def give_back(self) -> None:
@@ -136,6 +113,14 @@ class Method(ABC):
         """Before a step: how many batches of the epoch this rank has had."""
         return
 
+    def clip_grad_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Bounds the norm of the gradient averaged over ranks, which none holds, in the coming step. Collective.
+
+        Returns:
+            The norm before, 0-dim; not finite if any rank's gradient is not.
+        """
+        raise NotImplementedError
+
     def weights_loaded(self) -> None:
         """Parameters were overwritten from outside."""
         return
@@ -146,13 +131,14 @@ class Method(ABC):
 
     # --------------------------------------------------------------------------------------- what it says of itself
 
+    @property
     @abstractmethod
-    def progress(self) -> Progress:
-        """How far it has come. Waits for nothing."""
+    def steps(self) -> int:
+        """Steps of the optimizer, those before a loaded checkpoint included."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Figures of the last exchange that has ended; empty before the first. May wait for the device.
+        """Figures of the last exchange; empty before the first. May wait for the device.
 
         A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
@@ -180,7 +166,7 @@ class Method(ABC):
 
     @abstractmethod
     def own_state(self) -> Any:
-        """What this rank holds of the state: a ``checkpoint.shards.OwnState``, views. Collective."""
+        """What this rank holds of the state: a ``checkpoint.shards.OwnState``, views."""
 
     @classmethod
     @abstractmethod
@@ -195,42 +181,23 @@ class Method(ABC):
         """
 
 
-# ---------------------------------------------------------------------------------------------------- the registry
-
-_methods: dict[str, str | type[Method]] = {
-    "scape": "lightning_scape.scape.method:ScapeMethod",
-    "sparseloco": "lightning_scape.sparseloco.method:SparseLoCoMethod",
-}
-
-
-def names() -> list[str]:
-    """The names of all methods."""
-    return list(_methods)
-
-
 def named(name: str) -> type[Method]:
-    """The method of a name; its module is imported when it is first asked for."""
-    found = _methods[name]
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = _methods[name] = getattr(import_module(module), attribute)
+    """The method of a name."""
+    found: type[Method] = resolve_name(METHODS[name])
     return found
 
 
-def for_config(config: object) -> type[Method]:
+def method_of(config: object) -> type[Method]:
     """The method that a configuration belongs to.
 
     Raises:
         TypeError: it belongs to none.
     """
-    known = [named(name) for name in names()]
-    for method in known:
-        if isinstance(config, method.config_class):
-            return method
-    raise TypeError(
-        f"`config` must be one of {', '.join(method.config_class.__name__ for method in known)}, got {config!r}. Give"
-        " the options of a method."
-    )
+    known = {method.config_class: method for method in map(named, METHODS)}
+    if type(config) not in known:
+        kinds = ", ".join(kind.__name__ for kind in known)
+        raise TypeError(f"`config` must be one of {kinds}, got {config!r}. Give the options of a method.")
+    return known[type(config)]
 
 
 def unwrapped(optimizer: object) -> object:
@@ -245,7 +212,7 @@ def unwrapped(optimizer: object) -> object:
 def find(optimizer: object) -> Method | None:
     """The method that an optimizer is under, also inside a host's wrappers; None if it is under none."""
     inner = unwrapped(optimizer)
-    return next((found for name in names() if (found := named(name).of(inner)) is not None), None)
+    return next((found for method in map(named, METHODS) if (found := method.of(inner)) is not None), None)
 
 
 def find_all(optimizers: Iterable[object]) -> list[Method]:

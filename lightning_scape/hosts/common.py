@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator, group_beside, is_distributed, world_size
-from lightning_scape.core.method import Method, Surroundings, find, for_config
+from lightning_scape.core.method import Method, find, method_of
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import buffers, registration, setup, two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -56,7 +56,7 @@ class CommonStrategy(Opened):
     ) -> None:
         refuse_options_of_ddp(options)
         self.config = setup.resolve_config(self.method, config, options)
-        self._method = for_config(self.config)
+        self._method = method_of(self.config)
         self._nodes = two_level.Nodes(self.config)
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(
@@ -120,7 +120,7 @@ class CommonStrategy(Opened):
         """Attaches one of the user's optimizers."""
         if (former := find(optimizer)) is not None and not isinstance(former, self._method):  # of another fit
             former.close()
-        return self._method.attach(optimizer, self._nodes.config, Surroundings(named, self._nodes.process_group))
+        return self._method.attach(optimizer, self._nodes.config, named, self._nodes.process_group)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

@@ -156,7 +156,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         with self._words.explaining():
             result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):
-            if method.progress().steps == self.total_steps:
+            if method.steps == self.total_steps:
                 method.finish()
         return result
 
@@ -216,7 +216,7 @@ class FabricMethodStrategy(FabricCheckpoints):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return setup.clipping(optimizer).norm(float(max_norm), error_if_nonfinite)
+        return setup.clipping(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:

@@ -57,7 +57,7 @@ class ScapeMonitor(Callback):
                 f" {type(trainer.strategy).__name__}. Use `Trainer(strategy=ScapeStrategy(...))`, or drop the callback."
             )
         self._due, self._began = trainer.global_step // self.every_n_steps, time.perf_counter()
-        self._before = [(each.progress().steps, each.communicator.traffic.total) for each in methods]
+        self._before = [(each.steps, each.communicator.traffic.total) for each in methods]
         self._announced = False
 
     @override
@@ -66,7 +66,7 @@ class ScapeMonitor(Callback):
             return
         self._announced = True  # not in `on_train_start`: the strategy tells its methods the run's length after that
         methods = find_all(trainer.optimizers)
-        first = methods[0].progress().steps
+        first = methods[0].steps
         # With manual optimization several optimizers may step as often as they like.
         known = len(methods) == 1 or pl_module.automatic_optimization
         steps = steps_of_optimizer(trainer, first) if known else None
@@ -108,7 +108,7 @@ class ScapeMonitor(Callback):
     def _run(self, place: int, method: Method) -> tuple[int, int, int]:
         """Steps of an optimizer in this fit, bytes that this rank has sent, and those that DDP would have sent."""
         steps, sent = self._before[place]
-        steps = method.progress().steps - steps
+        steps = method.steps - steps
         return steps, method.communicator.traffic.total - sent, steps * method.dense_bytes
 
 

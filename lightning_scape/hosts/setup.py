@@ -32,7 +32,7 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
         ValueError: an option is outside its rule, or contradicts ``config``.
         TypeError: ``config`` is not one of this method, or there is no such option.
     """
-    kind = (method.for_config(config) if name is None else method.named(name)).config_class
+    kind = (method.method_of(config) if name is None else method.named(name)).config_class
     if config is None:
         return kind(**options)
     if not isinstance(config, kind):
@@ -91,7 +91,7 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     if algorithm != "norm":
         refuse_to_clip_by_value(f"gradient_clip_algorithm={algorithm!r}")
-    clipping(optimizer).norm(clip_val)
+    clipping(optimizer).clip_grad_norm(clip_val)
 
 
 def refuse_to_clip_by_value(got: str) -> NoReturn:
@@ -113,20 +113,20 @@ def check_attached(optimizer: object) -> None:
         )
 
 
-def clipping(optimizer: object) -> method.Clipping:
-    """What clips the averaged gradient of an optimizer.
+def clipping(optimizer: object) -> method.Method:
+    """The method that clips the averaged gradient of an optimizer.
 
     Raises:
         TypeError: it is under none.
     """
     found = method.find(optimizer)
-    if found is None or found.clipping is None:
+    if found is None or not found.clips:
         raise TypeError(
             "Clipping the averaged gradient needs an optimizer that was given to the strategy, got"
             f" {type(method.unwrapped(optimizer)).__name__}. Give AdamW, Adam or AdamS to the strategy (Trainer:"
             " `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
         )
-    return found.clipping
+    return found
 
 
 def sharded_scaler(scaler: GradScaler | None) -> GradScaler | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.shards import OwnState, SavedState
-from lightning_scape.comm.collectives import all_reduce_bytes
-from lightning_scape.core.method import Clipping, Method, Progress, Surroundings
+from lightning_scape.comm.collectives import ProcessGroup, all_reduce_bytes
+from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.config import ScapeConfig
@@ -18,21 +19,6 @@ from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
-
-
-class ScapeClipping(Clipping):
-    """Clips the averaged gradient, whose norm a sketch estimates.
-
-    Args:
-        optimizer: the one whose gradient it clips.
-    """
-
-    def __init__(self, optimizer: ScapeOptimizer) -> None:
-        self._optimizer = optimizer
-
-    @override
-    def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        return self._optimizer.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
 
 
 class ScapeMethod(Method):
@@ -46,18 +32,17 @@ class ScapeMethod(Method):
 
     def __init__(self, scape: ScapeOptimizer) -> None:
         self.scape, self.optimizer, self.communicator = scape, scape.optimizer, scape.communicator
-        self.clipping = ScapeClipping(scape)
 
     @classmethod
     @override
-    def attach(cls, optimizer: Optimizer, config: ScapeConfig, surroundings: Surroundings) -> Self:
-        scape = ScapeOptimizer.from_optimizer(
-            optimizer,
-            config,
-            surroundings.process_group,
-            named_parameters=surroundings.named_parameters,
-        )
-        return cls(scape)
+    def attach(
+        cls,
+        optimizer: Optimizer,
+        config: ScapeConfig,
+        named_parameters: Sequence[tuple[str, Tensor]] = (),
+        process_group: ProcessGroup | None = None,
+    ) -> Self:
+        return cls(ScapeOptimizer.from_optimizer(optimizer, config, process_group, named_parameters=named_parameters))
 
     @classmethod
     @override
@@ -86,6 +71,10 @@ class ScapeMethod(Method):
         self.scape.engine.opening.batch = batches
 
     @override
+    def clip_grad_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        return self.scape.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    @override
     def weights_loaded(self) -> None:
         self.scape.mark_masters_stale()
 
@@ -93,10 +82,10 @@ class ScapeMethod(Method):
     def check_replicas(self) -> None:
         self.scape.engine.check_replicas()
 
+    @property
     @override
-    def progress(self) -> Progress:
-        steps = self.scape.steps_taken
-        return Progress(steps, steps, steps)
+    def steps(self) -> int:
+        return self.scape.steps_taken
 
     @override
     def stats(self) -> dict[str, float]:

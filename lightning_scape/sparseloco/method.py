@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.shards import OwnState, SavedState
-from lightning_scape.comm.collectives import all_reduce_bytes
-from lightning_scape.core.method import Method, Progress, Surroundings
+from lightning_scape.comm.collectives import ProcessGroup, all_reduce_bytes
+from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
@@ -34,7 +36,13 @@ class SparseLoCoMethod(Method):
 
     @classmethod
     @override
-    def attach(cls, optimizer: Optimizer, config: SparseLoCoConfig, surroundings: Surroundings) -> Self:
+    def attach(
+        cls,
+        optimizer: Optimizer,
+        config: SparseLoCoConfig,
+        named_parameters: Sequence[tuple[str, Tensor]] = (),
+        process_group: ProcessGroup | None = None,
+    ) -> Self:
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
         if getattr(optimizer, "communicator", None) is not None or "ZeroRedundancyOptimizer" in kinds:
             raise TypeError(
@@ -46,8 +54,7 @@ class SparseLoCoMethod(Method):
             former.close()
             vars(former.optimizer).pop(_LET_GO, None)
         options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
-        ranks, named = surroundings.process_group, surroundings.named_parameters
-        return cls(SparseLoCo(optimizer, **options, process_group=ranks, named_parameters=named))
+        return cls(SparseLoCo(optimizer, **options, process_group=process_group, named_parameters=named_parameters))
 
     @classmethod
     @override
@@ -58,10 +65,6 @@ class SparseLoCoMethod(Method):
     @override
     def finish(self) -> None:
         self.loco.sync()
-
-    @override
-    def drain(self) -> None:
-        return
 
     @override
     def give_back(self) -> None:
@@ -78,10 +81,10 @@ class SparseLoCoMethod(Method):
     def steps_apart(cls, config: SparseLoCoConfig) -> int:
         return config.sync_every
 
+    @property
     @override
-    def progress(self) -> Progress:
-        now = self.loco.progress
-        return Progress(now.steps, now.exchanges, now.exchanges)
+    def steps(self) -> int:
+        return self.loco.progress.steps
 
     @override
     def stats(self) -> dict[str, float]:

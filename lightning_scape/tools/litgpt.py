@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.core.method import names
+from lightning_scape.core.method import METHODS
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -61,7 +61,7 @@ def train(arguments: Sequence[str]) -> None:
     sections, rest = take_sections(rest)
     ours = [*json.loads(os.environ.get(VARIABLE, "[]")), *sections, *ours]
     parser = options_parser()
-    asked = [name for name in names() if any(option.startswith((f"--{name}.", f"--{name}=")) for option in ours)]
+    asked = [name for name in METHODS if any(option.startswith((f"--{name}.", f"--{name}=")) for option in ours)]
     if len(asked) > 1:
         parser.error(f"Options of one method may be given, got some of {' and '.join(asked)}. Leave those of one.")
     name = [*asked, "scape"][0]
@@ -87,7 +87,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     ours, rest, waiting = [], [], list(arguments)
     while waiting:
         argument = waiting.pop(0)
-        if not argument.startswith(tuple(f"--{name}." for name in names())):
+        if not argument.startswith(tuple(f"--{name}." for name in METHODS)):
             rest.append(argument)
         elif "=" in argument or not waiting:
             ours.append(argument)
@@ -111,7 +111,7 @@ def take_sections(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             equals, source = "=", waiting.pop(0)
         if flag == "--config" and os.path.isfile(source):
             content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-            found = {name: content.pop(name) for name in names() if isinstance(content, dict) and name in content}
+            found = {name: content.pop(name) for name in METHODS if isinstance(content, dict) and name in content}
             sections += [f"--{name}={json.dumps(section)}" for name, section in found.items()]
             source = yaml.safe_dump(content, sort_keys=False) if found else source
         rest.append(f"{flag}{equals}{source}")
@@ -125,7 +125,7 @@ def options_parser() -> ArgumentParser:
     from lightning_scape.core.method import named
 
     parser = ArgumentParser(prog="litgpt-scape", usage=SUPPRESS, add_help=False)
-    for name in names():
+    for name in METHODS:
         parser.add_class_arguments(named(name).config_class, name)
     return parser
 
