@@ -268,7 +268,7 @@ def exchanges() -> Iterator[Case]:
         ops.gather_params(entries, masters)
         masters *= 1 + torch.randint(-1, 2, masters.shape) * torch.finfo(dtype).eps * 0.4  # some round to it, some not
         masters[::2, ::3] = 0.0
-        yield Case("gather_params", f"{name}, renewed", (entries, masters, True), "cpu")
+        yield Case("gather_params", f"{name}, renewed", (entries, masters, True), "cpu cuda")
         by_row = torch.ones(rows)
         by_row[pieces[0].row : pieces[0].row + pieces[0].blocks] = 0.0
         error, change = torch.randn(rows, 50) / 1000, (values / 100).bfloat16()
@@ -279,8 +279,9 @@ def exchanges() -> Iterator[Case]:
             "by row": (values / 100, True, by_row, error),
             "scale zero": (values, True, SCALES["zero"]),
         }.items():
-            only_writes = declined or ("cpu" if how == "written" else "")
-            yield Case("scatter_params", f"{name}, {how}", (entries, *rest), only_writes)
+            yield Case(
+                "scatter_params", f"{name}, {how}", (entries, *rest), "cpu cuda" if how == "written" else declined
+            )
 
 
 CASES = [case for cases in (selections, norms, messages, sweeps, updates, exchanges) for case in cases()]

@@ -133,23 +133,15 @@ class TestFarAway:
         )
         dtype = triton.language.float32
         constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2, "SCALED": True}
-        constants["KEEP"] = False
         values = out.at(block, 1)
-        for renew in (False, True):
-            values[0] = 6.5
-            rule = {"TO_PARAMETER": False, "ADD": False, "RENEW": renew}
-            cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **rule, **constants)
-            assert values.tolist() == [7.0]
-        values[0] = -1.0
-        expected = torch.arange(64.0)
-        for add, result in ((False, -1.0), (True, -2.0)):
-            rule = {"TO_PARAMETER": True, "ADD": add, "RENEW": False}
-            cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **rule, **constants)
-            expected[7] = result
-            assert_same_bits(memory.at(FAR, 64), expected)
+        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants, ADD=False, KEEP=False)
+        assert values.tolist() == [7.0]
+        values[0], expected = -1.0, torch.arange(64.0)
+        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants, ADD=True, KEEP=False)
+        expected[7] = 6.0
+        assert_same_bits(memory.at(FAR, 64), expected)
         memory.at(FAR, 64)[7], values[0] = 1.0, 2.0**-26
-        rule = {"TO_PARAMETER": True, "ADD": True, "RENEW": False, "KEEP": True}
-        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants | rule)
+        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants, ADD=True, KEEP=True)
         assert errors.at(FAR, 64).nonzero().tolist() == [[7]]
         assert float(errors.at(FAR, 64)[7]) == 2.0**-26  # 1 + 2**-26 rounds to 1
 

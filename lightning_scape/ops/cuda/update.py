@@ -10,6 +10,7 @@ from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
+from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 
 _UPDATE_CHUNK = 512
@@ -181,10 +182,8 @@ def _exchange_kernel(
     MASKED: tl.constexpr,
     PARAMETER: tl.constexpr,
     VALUES: tl.constexpr,
-    TO_PARAMETER: tl.constexpr,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
-    RENEW: tl.constexpr,
     KEEP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -200,28 +199,24 @@ def _exchange_kernel(
     place = before + entry
     row, column = cells(mask + before, first, inside, sent, MASKED, CHUNK)
     parameter = pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
-    if TO_PARAMETER:
-        value = widen(tl.load(values + place, mask=inside, other=0), VALUES)
-        if ADD:
-            old, given = widen(tl.load(parameter, mask=inside, other=0), PARAMETER), value
-            value = old + given
-            if KEEP:
-                new = widen(narrow(value, PARAMETER), PARAMETER)
-                lost = tl.where(new == old, given, given - (new - old))
-                left = error + (first_row + row) * BLOCK_SIZE + column
-                tl.store(left, tl.load(left, mask=inside, other=0) + lost, mask=inside)
-        tl.store(parameter, narrow(value, PARAMETER), mask=inside)
+    old = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
+    if ADD:
+        given = widen(tl.load(values + place, mask=inside, other=0), VALUES)
+        tl.store(parameter, narrow(old + given, PARAMETER), mask=inside)
+        if KEEP:
+            new = widen(narrow(old + given, PARAMETER), PARAMETER)
+            lost = tl.where(new == old, given, given - (new - old))
+            left = error + (first_row + row) * BLOCK_SIZE + column
+            tl.store(left, tl.load(left, mask=inside, other=0) + lost, mask=inside)
     else:
-        value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
-        if RENEW:
-            master = widen(tl.load(values + place, mask=inside, other=0), VALUES)
-            inside = inside & (widen(narrow(master, PARAMETER), PARAMETER) != value)
-        tl.store(values + place, narrow(value, VALUES), mask=inside)
+        tl.store(values + place, narrow(old, VALUES), mask=inside)
 
 
 def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
-    """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
-    _exchange(entries, out, to_parameter=False, renew=renew)
+    """See :func:`naive.gather_params`, which renews masters. One launch per dtype of the parameters."""
+    if renew:
+        raise Declined
+    _exchange(entries, out)
 
 
 def scatter_params(
@@ -231,18 +226,18 @@ def scatter_params(
     scale: Tensor | None = None,
     error: Tensor | None = None,
 ) -> None:
-    """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
-    _exchange(entries, values.contiguous(), scale, to_parameter=True, add=add, error=error if add else None)
+    """See :func:`naive.scatter_params`, which writes what is not added. One launch per dtype of the parameters."""
+    if not add:
+        raise Declined
+    _exchange(entries, values.contiguous(), add=True, scale=scale, error=error)
 
 
 def _exchange(
     entries: ParamEntries,
     values: Tensor,
-    scale: Tensor | None = None,
     *,
-    to_parameter: bool,
     add: bool = False,
-    renew: bool = False,
+    scale: Tensor | None = None,
     error: Tensor | None = None,
 ) -> None:
     assert values.is_contiguous()
@@ -275,10 +270,8 @@ def _exchange(
             MASKED=mask is not None,
             PARAMETER=launching.DTYPES[dtype],
             VALUES=launching.DTYPES[values.dtype],
-            TO_PARAMETER=to_parameter,
             ADD=add,
             SCALED=scale is not None,
-            RENEW=renew,
             KEEP=error is not None and dtype.itemsize < error.itemsize,
             CHUNK=launching.PICK_CHUNK,
             num_warps=4,
