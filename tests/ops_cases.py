@@ -201,6 +201,7 @@ def sweeps() -> Iterator[Case]:
         yield Case("sweep", name, (work,))
     yield Case("sweep", "no gradient", (made["own rows"]._replace(grads=[None] * len(made["own rows"].grads or ())),))
     yield Case("sweep", "folded before", (made["several dtypes"]._replace(grads=None),))
+    yield Case("sweep", "folds only", (made["own rows"]._replace(values=None, mask=None),), "cuda")
     nothing = made["others' rows"]._replace(region=Region((), ()), grads=[])
     yield Case("sweep", "an empty region", (nothing,))
     yield Case("sweep", "fp64", (sweep_of(1, 2, dtypes=(fp64,), state=fp64, second=True),), "cpu")

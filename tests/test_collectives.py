@@ -84,7 +84,8 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
 
     def sweep(work: ops.Sweep) -> None:
         squares = "" if work.second_moment is None else ", squares"
-        said.append(("sweep" if work.grads is None else "sweep with fold") + squares)
+        what = "fold" if work.values is None else "sweep" if work.grads is None else "sweep with fold"
+        said.append(what + squares)
         plain_sweep(work)
 
     parameter = nn.Parameter(torch.zeros(4000))
@@ -95,7 +96,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
         if step == number:
             for name in ("all_to_all", "all_gather", "gather_mask"):
                 say(ScapeCommunicator, name)
-            for name in ("fold", "accumulate_exp_avg_sq", "select", "update_adamw"):
+            for name in ("select", "update_adamw"):
                 say(ops, name)
             say(ops, "scatter_params")
             ops.sweep = sweep

@@ -216,7 +216,7 @@ def test_examples_of_the_docstrings(choice: str) -> None:
     with ops.using(choice):
         assert ops.select(tensor([[3.0, -5, 0, 0], [0, 0, 0, 0]]), 2).tolist() == [[1, 0], [0, 1]]
         residual = tensor([1.0, 1.0])
-        ops.fold([residual], [tensor([3.0, -8.0])], tensor(0.5))
+        ops.fold(residual, tensor([3.0, -8.0]), tensor(0.5))
         assert residual.tolist() == [2.5, -3.0]
         residual = tensor([[1.00390625, 5.0]])
         assert ops.compact(residual, tensor([[0]], torch.uint8), torch.bfloat16, one).tolist() == [[1.0]]

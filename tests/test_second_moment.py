@@ -18,13 +18,13 @@ RunRanks = Callable[..., list[Any]]
 
 def test_noise_is_a_running_mean_of_scaled_squares() -> None:
     noise, grad = torch.tensor([1.0, 4.0, 9.0]), torch.tensor([3.0, -1.0, 0.5])
-    ops.accumulate_exp_avg_sq([noise], [grad], [0.25], 2, torch.tensor(0.5))
+    ops.accumulate_exp_avg_sq(noise, grad, 0.25, 2, torch.tensor(0.5))
     assert noise.tolist() == [0.75 + 0.125 * 2.25, 3.0 + 0.125 * 0.25, 6.75 + 0.125 * 0.0625]
-    ops.accumulate_exp_avg_sq([noise], [torch.full((3,), float("nan"))], [0.25], 2, torch.tensor(0.0))
+    ops.accumulate_exp_avg_sq(noise, torch.full((3,), float("nan")), 0.25, 2, torch.tensor(0.0))
     assert noise.isfinite().all()
-    ops.accumulate_exp_avg_sq([noise], [torch.full((3,), 1e30)], [0.5], 2, torch.tensor(1.0))
+    ops.accumulate_exp_avg_sq(noise, torch.full((3,), 1e30), 0.5, 2, torch.tensor(1.0))
     assert noise.isfinite().all()  # though the square is not
-    ops.accumulate_exp_avg_sq([noise], [None], [1.0], 2, torch.tensor(1.0))
+    ops.accumulate_exp_avg_sq(noise, None, 1.0, 2, torch.tensor(1.0))
     assert noise.tolist() == [0.0, 0.0, 0.0]
 
 

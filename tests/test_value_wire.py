@@ -15,7 +15,6 @@ from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.naive.blocks import Wire
 from lightning_scape.ops.naive.wire import GROUP, ValueWire, packed_bytes
 from lightning_scape.scape.cost import scape_bytes
@@ -153,8 +152,8 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         before, mask = step.state.residual.clone(), step.mask
         assert mask is not None
         if not step.folded:
-            pieces = outgoing.region.pieces
-            ops.fold(piece_views(before, pieces), step.parts(outgoing.region), step.scale.whole)
+            parts = step.parts(outgoing.region)
+            ops.sweep(ops.Sweep(outgoing.region, before, parts, step.scale.blocks, None, None))
         message = take(step)
         sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
         rows = outgoing.region.rows

@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.naive.wire import ValueWire
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.rows import Rows
@@ -35,7 +34,8 @@ class Outgoing:
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, in a step that ranks its own gradient."""
-        _fold(step, self.region, step.state.residual)
+        residual, region = step.state.residual[self._rows], self.region
+        ops.sweep(ops.Sweep(region, residual, step.parts(region), step.scale.blocks, None, None))
 
     def take(self, step: Step) -> Tensor:
         """Folds and compacts; returns the message for the other ranks, on the parameters' device.
@@ -91,16 +91,8 @@ class Shard:
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
-        pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
-        _fold(step, self.region, state.residual[self.rows])
-        moment = self._second_moment(step)
-        if moment is not None:
-            scale = step.scale.mine
-            if scale.dim():
-                first_rows = torch.tensor([piece.row for piece in pieces], dtype=torch.int64, device="cpu")
-                scale = scale.index_select(0, ops.to_device(first_rows, scale.device))
-            squares = piece_views(moment.exp_avg_sq, pieces)
-            ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale)
+        residual, parts, scale = step.state.residual[self.rows], step.parts(self.region), step.scale.mine
+        ops.sweep(ops.Sweep(self.region, residual, parts, scale, None, None, self._second_moment(step)))
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
@@ -196,8 +188,3 @@ class Shard:
             state.refresh_master(flats, layout, self._rank)
         elif not self.keeps_masters and state.master is not None:  # left by another wire, or by one rank
             state.split_master(flats, layout, self._rank)
-
-
-def _fold(step: Step, region: Region, residual: Tensor) -> None:
-    """``residual += scale * gradient`` for the pieces of a region, whose rows ``residual`` has."""
-    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole)

@@ -108,21 +108,23 @@ def sweep(work: naive.Sweep) -> None:
     residual, scale, second, message = work.residual, work.scale, work.second_moment, work.message
     if residual.dtype != torch.float32 or (second is not None and second.exp_avg_sq.dtype != torch.float32):
         raise Declined
-    length, sent = residual.shape[1], work.values.shape[1]
+    length, values = residual.shape[1], work.values
     if work.grads is not None:
         state = _array(residual), _or_empty(None if second is None else second.exp_avg_sq), _array(scale.reshape(-1))
         for dtype, table, shares in _pieces_of_sweep(work):
             loop = functools.partial(loops.fold, table, shares, *state, _like(dtype))
             _in_parallel(loop, int(table[:, 2].sum()), _rows(length))
-    limit = np.float32(torch.finfo(work.values.dtype).max)
+    if values is None:
+        return
+    limit = np.float32(torch.finfo(values.dtype).max)
     for rows in work.region.rows:
         if message is None:
-            values, mask = work.values[rows], _or_empty(naive.cut(work.mask, rows), naive.position_dtype(length))
-            matrices = _array(residual[rows]), mask, _array(values), _array(naive.cut(scale, rows).reshape(-1))
-            _in_parallel(functools.partial(loops.compact, *matrices, limit), len(values), _rows(sent))
+            here, mask = values[rows], _or_empty(naive.cut(work.mask, rows), naive.position_dtype(length))
+            matrices = _array(residual[rows]), mask, _array(here), _array(naive.cut(scale, rows).reshape(-1))
+            _in_parallel(functools.partial(loops.compact, *matrices, limit), len(here), _rows(values.shape[1]))
             continue
         for shard, part in work.shards_of(rows):
-            here, rest = work.values[part].zero_(), (naive.cut(scale, part), bits_in(message.shape[2]))
+            here, rest = values[part].zero_(), (naive.cut(scale, part), bits_in(message.shape[2]))
             message[shard] = quantize_with_error(residual[part], naive.cut(work.mask, part), here, here, *rest)
 
 

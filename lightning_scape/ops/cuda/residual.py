@@ -170,25 +170,19 @@ def _take_from_memory(
 
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
-    if not _fits(work):
+    residual, values = work.residual, work.values
+    given = [grad for grad in work.grads or () if grad is not None]
+    if values is None or residual.shape[1] > LONGEST_ROW or any(grad.device != residual.device for grad in given):
         raise Declined
+    assert residual.is_contiguous()
+    assert values.is_contiguous()
     for spans in _by_dtype(work):
-        _launch(work, spans)
+        _launch(work, values, spans)
     if work.message is not None:  # a group has values of more rows than a program
-        each = len(work.residual) // len(work.message)
+        each = len(residual) // len(work.message)
         for rows in work.region.rows:
             part = work.message[rows.start // each : rows.stop // each]
-            pack(work.residual[rows], cut(work.mask, rows), work.values[rows], part)
-
-
-def _fits(work: Sweep) -> bool:
-    """Whether the kernel can do it."""
-    return (
-        work.residual.shape[1] <= LONGEST_ROW
-        and work.residual.is_contiguous()
-        and work.values.is_contiguous()
-        and all(grad is None or grad.device == work.residual.device for grad in work.grads or ())
-    )
+            pack(residual[rows], cut(work.mask, rows), values[rows], part)
 
 
 def _grad_of(work: Sweep, span: Span) -> Tensor | None:
@@ -211,9 +205,9 @@ def _by_dtype(work: Sweep) -> list[list[Span]]:
     return [without + first, *others]
 
 
-def _launch(work: Sweep, spans: Sequence[Span]) -> None:
+def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
     """Launches the kernel on some rows."""
-    residual, mask, values = work.residual, work.mask, work.values
+    residual, mask = work.residual, work.mask
     device, sent = residual.device, values.shape[1]
     given: list[Tensor] = []
     starts = []

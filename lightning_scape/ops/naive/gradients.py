@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.parts import chunk, cut
+from lightning_scape.ops.naive.parts import chunk
 
 
 @operation
@@ -64,27 +64,19 @@ def _mix(a: int, b: int) -> int:
     return z ^ (z >> 31)
 
 
-def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor) -> None:
+def fold(residual: Tensor, grad: Tensor, scale: Tensor) -> None:
     """``residual += scale * grad``, in place.
 
     Example: residual ``[1, 1]``, gradient ``[3, -8]`` and scale 0.5 give ``[2.5, -3]``.
 
     Args:
-        residuals: flat, the residual's dtype; one per gradient.
-        grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
+        residual: flat.
+        grad: flat, any float dtype.
         scale: 0 folds nothing, even where a gradient is not finite.
     """
-    for residual, grad in zip(residuals, grads, strict=True):
-        for here, given in _parts(residual, grad):
-            if given is not None:
-                factor = scale.to(here)
-                here.copy_(torch.where(factor != 0, here + factor * given.to(here), here))
-
-
-def _parts(flat: Tensor, grad: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """A flat tensor and its gradient, some entries at a time."""
-    parts = flat.split(chunk(flat))
-    yield from zip(parts, [None] * len(parts) if grad is None else grad.split(chunk(flat)), strict=True)
+    for here, given in zip(residual.split(chunk(residual)), grad.split(chunk(residual)), strict=True):
+        factor = scale.to(here)
+        here.copy_(torch.where(factor != 0, here + factor * given.to(here), here))
 
 
 def within(bound: float, dtype: torch.dtype) -> float:
@@ -92,31 +84,25 @@ def within(bound: float, dtype: torch.dtype) -> float:
     return min(bound, torch.finfo(dtype).max)
 
 
-def accumulate_exp_avg_sq(
-    moments: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Sequence[float],
-    ranks: int,
-    scale: Tensor,
-) -> None:
+def accumulate_exp_avg_sq(moment: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor) -> None:
     """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
 
     An average over N ranks whose gradients are noise has an N-th of one rank's mean square. What the ranks have in
     common is added where the entry is updated: :func:`adamw_step`. It stays finite.
 
     Args:
-        moments: v of each piece of the shard, flat, fp32 or fp64.
-        grads: each piece's gradient, flat, any float dtype; None is a gradient of zeros.
-        weights: of each piece's gradient, in (0, 1]: ``1 - beta2``, or 1/n for the mean of n samples.
+        moment: v, flat, fp32 or fp64.
+        grad: flat, any float dtype; None is a gradient of zeros.
+        weight: of the gradient, in (0, 1]: ``1 - beta2``.
         ranks: N.
-        scale: 0-dim, or one for each piece. 0 changes nothing.
+        scale: 0 changes nothing.
     """
-    for place, (moment, grad, weight) in enumerate(zip(moments, grads, weights, strict=True)):
-        for here, given in _parts(moment, grad):
-            factor = cut(scale, place).to(here)
-            value = factor * (here.new_zeros(()) if given is None else given.to(here))
-            moved = (1 - weight) * here + (weight / ranks) * value.square()
-            here.copy_(torch.where(factor != 0, moved.clamp(max=torch.finfo(here.dtype).max), here))
+    parts = moment.split(chunk(moment))
+    for here, given in zip(parts, [None] * len(parts) if grad is None else grad.split(chunk(moment)), strict=True):
+        factor = scale.to(here)
+        value = factor * (here.new_zeros(()) if given is None else given.to(here))
+        moved = (1 - weight) * here + (weight / ranks) * value.square()
+        here.copy_(torch.where(factor != 0, moved.clamp(max=torch.finfo(here.dtype).max), here))
 
 
 def checksum(flat: Tensor) -> Tensor:

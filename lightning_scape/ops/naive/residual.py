@@ -67,8 +67,8 @@ class Sweep(NamedTuple):
     stays as it is."""
     mask: Tensor | None
     """``[rows, q]`` positions, or None: everything is sent."""
-    values: Tensor
-    """``[rows, q]`` of the wire's dtype, written."""
+    values: Tensor | None
+    """``[rows, q]`` of the wire's dtype, written. None: gradients are folded, and nothing is sent."""
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
     message: Tensor | None = None
@@ -98,14 +98,16 @@ def sweep(work: Sweep) -> None:
     Rows outside the region are left alone.
     """
     residual, scale, values = work.residual, work.scale, work.values
-    if work.grads is not None:
-        for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
-            factor = cut(scale, piece.row)
-            fold(piece_views(residual, [piece]), [grad], factor)
-            if work.second_moment is not None:
-                moments, weights, ranks = work.second_moment
-                one = piece_views(moments, [piece]), [grad], [weights[place]]
-                accumulate_exp_avg_sq(*one, ranks, factor)
+    for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads or (), strict=work.grads is not None)):
+        (here,), factor = piece_views(residual, [piece]), cut(scale, piece.row)
+        if grad is not None:
+            fold(here, grad, factor)
+        if work.second_moment is not None:
+            moments, weights, ranks = work.second_moment
+            (moment,) = piece_views(moments, [piece])
+            accumulate_exp_avg_sq(moment, grad, weights[place], ranks, factor)
+    if values is None:
+        return
     for rows in work.region.rows:
         if work.message is None:
             for few in row_slices(residual, rows):
