@@ -157,7 +157,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
                 "settings": settings,
                 "parameters": size,
                 "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
-                "bytes": {kind: getattr(stats, f"bytes_{kind}") for kind in KINDS},
+                "bytes": {kind: stats.bytes_sent[kind] for kind in KINDS},
                 "peak_bytes": peak,
             }
         )
