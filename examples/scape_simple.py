@@ -61,9 +61,10 @@ class Scape:
         return functional.pad(rows, (0, 0, 0, -len(rows) % self.ranks))
 
     def sent(self, step: int) -> int:
-        """Entries of a block that a step sends, counted from 0: all at first, q after the warm-up."""
+        """Entries of a block that a step sends, counted from 0: all while that is over half, q after the warm-up."""
         density = 1 / (1 + (self.block / self.quota - 1) * min(1.0, (step + 1) / (self.warmup + 1)))
-        return min(self.block, max(self.quota, round(density * self.block)))
+        sent = max(self.quota, round(density * self.block))
+        return sent if 2 * sent <= self.block else self.block
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -78,7 +79,7 @@ class Scape:
         at = self.everything if mask is None else mask
         values = self.take(at)  # all-to-all: to the owners, in 4 bits
         mean = sum(values) / self.ranks  # in rank order: every implementation gets the same bits
-        changes = self.update(mask, at, mean, self.owned(values))  # all-gather: back, in 4 bits, at first 8
+        changes = self.update(mask, at, mean, self.owned(values))  # all-gather: back, in 4 bits
         self.write(at, changes)
         # Behind the next forward and backward: the mask of the next step, from what is left.
         following = self.sent(self.t)
@@ -88,8 +89,8 @@ class Scape:
         """The masked entries leave the residuals, as [N, rows, q]; their rounding errors stay."""
         there = self.residual.gather(2, at := at.expand(self.ranks, -1, -1))
         parts = there.reshape(self.ranks**2, -1)  # of each rank for each owner
-        sent, own = in_bits(parts, 7), slice(None, None, self.ranks + 1)
-        sent[own] = parts[own].bfloat16().float()  # does not travel
+        sent, own = in_bits(parts), slice(None, None, self.ranks + 1)
+        sent[own] = parts[own]  # does not travel
         self.residual.scatter_(2, at, (parts - sent).reshape_as(there))
         return sent.reshape_as(there)
 
@@ -125,7 +126,7 @@ class Scape:
         u = torch.maximum(v / c2, (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE).square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
         due = new - theta + self.error.gather(1, at)
-        changes = in_bits(due.view(self.ranks, -1), 127 if 2 * at.shape[1] > self.block else 7).reshape_as(due)
+        changes = in_bits(due.view(self.ranks, -1)).reshape_as(due)
         here = torch.full_like(at, self.t)
         for state, entries in ((self.m, m), (self.v, v), (self.last, here), (self.error, due - changes)):
             state.scatter_(1, at, entries)
@@ -146,12 +147,12 @@ class Scape:
         return torch.cat([shards[rank, rank] for rank in range(self.ranks)])
 
 
-def in_bits(values: Tensor, most: int) -> Tensor:
+def in_bits(values: Tensor) -> Tensor:
     """What arrives of values [shards, n]: multiples, 7 at most in 4 bits, of a unit that 64 share. It has 16 bits."""
     groups = functional.pad(values, (0, -values.shape[1] % 64)).view(len(values), -1, 64)
-    exact = groups.abs().amax(2, keepdim=True) / most
+    exact = groups.abs().amax(2, keepdim=True) / 7
     unit = (exact.view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)
-    multiples = torch.where(exact > 1e-30, groups / unit, 0.0).round().clamp(-most, most)
+    multiples = torch.where(exact > 1e-30, groups / unit, 0.0).round().clamp(-7, 7)
     return (multiples * unit).flatten(1)[:, : values.shape[1]]
 
 

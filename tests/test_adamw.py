@@ -219,7 +219,8 @@ def test_by_default_the_wait_of_an_entry_grows_evenly() -> None:
         block = schedule.quota.block_size
         for step in (0, 3, 49, 99, steps // 2, steps - 2):
             waits = 1 + (step + 1) / max(50, 500 * (1 - sparsity) ** 0.5)
-            assert schedule.sent(step) == pytest.approx(block / waits, rel=0.005, abs=0.51)
+            expected = block / waits if round(block / waits) <= block / 2 else block  # more than half is everything
+            assert schedule.sent(step) == pytest.approx(expected, rel=0.005, abs=0.51)
         assert schedule.sent(steps - 2) >= schedule.quota.sent
         assert schedule.sent(steps) == schedule.quota.sent == schedule.sent(10 * steps)
         falls = [schedule.sent(step) for step in range(0, steps + 2, max(1, steps // 500))]

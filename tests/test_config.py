@@ -44,7 +44,8 @@ def test_the_largest_sparsity_that_an_error_names_is_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sparsity": 1.0}, r"`sparsity` must be a number in \[0, 1\), got 1.0"),
+        ({"sparsity": 1.0}, r"`sparsity` must be a number in \[0.5, 1\), or 0, got 1.0"),
+        ({"sparsity": 0.4}, r"`sparsity` .* got 0.4"),
         ({"sparsity": -0.1}, r"`sparsity` .* got -0.1"),
         ({"sparsity": float("nan")}, r"`sparsity` .* got nan"),
         ({"sparsity": "0.99"}, r"`sparsity` .* got '0.99'"),

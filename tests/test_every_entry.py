@@ -101,7 +101,7 @@ def test_every_entry_with_a_gradient_on_any_rank_moves(
 ) -> None:
     """Within 2 N ceil(B/q) steps. :mod:`test_scape_simple` holds the page equal to the package."""
     if kind is Exact:
-        monkeypatch.setattr(scape_simple, "in_bits", lambda values, most: values.clone())
+        monkeypatch.setattr(scape_simple, "in_bits", lambda values: values.clone())
     moved, should = still(kind, sparsity, ranks, pattern)
     assert moved == should
 

@@ -381,7 +381,7 @@ def test_options_and_sections_are_taken_and_the_rest_is_left_alone(tmp_path: Pat
     [
         (["pretrain", "--scape.sparsty=0.9"], "Unrecognized arguments: --scape.sparsty"),
         (["pretrain", "--scape.sparsity=often"], "sparsity"),
-        (["pretrain", "--scape.sparsity=2"], "`sparsity` must be a number in [0, 1), got 2"),
+        (["pretrain", "--scape.sparsity=2"], "`sparsity` must be a number in [0.5, 1), or 0, got 2"),
         (["pretrain", "--scape.sparsity=0.9", "--sparseloco.bits=4"], "some of scape and sparseloco"),
     ],
 )

@@ -33,7 +33,7 @@ class ScapeConfig:
     """
 
     sparsity: float = 0.99
-    """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense training, sharded."""
+    """Share of the entries that is NOT sent in a step, in [0.5, 1). Or 0: dense training, sharded."""
 
     update: Update | None = None
     """The update of an entry. ``"adamw"`` divides by AdamW's second moment, so that learning rate, betas and eps mean
@@ -49,9 +49,9 @@ class ScapeConfig:
     """How values travel to their owner: ``"int4"`` (0.53 bytes: 64 values share a scale), ``"bf16"`` (2 bytes), or
     ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"`` at sparsity 0, for dense
     training; a run that goes on from a checkpoint keeps one that was chosen there. With int4, parameters of any dtype
-    come back as changes in as many bits (8 while more than half of a block is sent), and the owner keeps their rounding
-    errors. With bf16 (which rounds a change by a part in 512) and fp32 they come back as changes if all are wider than
-    the wire and need no masters, else as values in their own dtype."""
+    come back as changes in as many bits, and the owner keeps their rounding errors. With
+    bf16 (which rounds a change by a part in 512) and fp32 they come back as changes if all are wider than the wire and
+    need no masters, else as values in their own dtype."""
 
     clip_norm: ClipNorm = "sketch"
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
@@ -75,10 +75,10 @@ class ScapeConfig:
     something changes a parameter on one rank alone, it stays different where changes come back (see ``wire_dtype``)."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.sparsity) or not 0.0 <= self.sparsity < 1.0:
+        if not _is_number(self.sparsity) or not (self.sparsity == 0 or 0.5 <= self.sparsity < 1.0):
             raise ValueError(
-                f"`sparsity` must be a number in [0, 1), got {self.sparsity!r}. It is the share of entries that is not"
-                " sent: 0.99 sends 1% of them; use 0 to send everything."
+                f"`sparsity` must be a number in [0.5, 1), or 0, got {self.sparsity!r}. It is the share of entries that"
+                " is not sent: 0.99 sends 1% of them; use 0 to send everything."
             )
         if density_of(self.sparsity) * MAX_BLOCK < 1:
             raise ValueError(
@@ -144,26 +144,9 @@ class ScapeConfig:
         return _WIRE_DTYPES.get(self.wire, torch.float32)
 
     @property
-    def own_dtype(self) -> torch.dtype:
-        """The dtype of an owner's values for its own shard, which do not travel: bf16 where other values are packed.
-
-        Where a step sends more than half of a block, their rounding errors rank the entries that were just sent, by
-        about their size. If all were exact zeros, the next mask would take the first positions, step after step.
-        """
-        return self.values_dtype if self.wire_bits is None else torch.bfloat16
-
-    @property
     def wire_bits(self) -> int | None:
         """Bits of a value on the wire where values are packed, else None."""
         return 4 if self.wire == "int4" else None
-
-    def change_bits(self, sent: int) -> int | None:
-        """Bits of a change on its way back, in a step that sends so many entries of a block; None: it is not packed.
-
-        8 while more than half is sent: with 4 bits, the changes of these first steps cost a small model 0.3% of loss
-        (examples/benchmarks/research-log.md).
-        """
-        return 8 if self.wire_bits is not None and 2 * sent > self.quota.block_size else self.wire_bits
 
 
 def usual_wire(sparsity: float) -> WireDtype:

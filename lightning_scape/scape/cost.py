@@ -62,10 +62,9 @@ def message_bytes(
     """
     block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
     mine, width = blocks // ranks * sent, config.values_dtype.itemsize
-    there, bits = config.wire_bits, config.change_bits(sent)
-    sparse = sent < block_size
+    bits, sparse = config.wire_bits, sent < block_size
     buffers = {
-        "values": ranks * (mine * width if there is None else packed_bytes(mine, there)),
+        "values": ranks * (mine * width if bits is None else packed_bytes(mine, bits)),
         "parameters": ranks * (mine * (back or width) if bits is None else packed_bytes(mine, bits)),
         "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
     }

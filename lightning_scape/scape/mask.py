@@ -39,13 +39,14 @@ class SparsitySchedule:
     def sent(self, step: int) -> int:
         """The q of a step (steps count from 0). q = B means that everything is sent, and no mask is needed.
 
-        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``1 / (1 + (1 / rho - 1) i / (T + 1))``
-        (docs/design.md, 3.3).
+        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``1 / (1 + (1 / rho - 1) i / (T + 1))``.
+        Everything is sent while that is above 1/2 (docs/design.md, 3.3).
         """
         if step >= self.warmup_steps:
             return self.quota.sent
         density = 1 / (1 + (1 / self.quota.density - 1) * ((step + 1) / (self.warmup_steps + 1)))
-        return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
+        sent = max(self.quota.sent, round(density * self.quota.block_size))
+        return sent if 2 * sent <= self.quota.block_size else self.quota.block_size
 
     def sent_by_step(self, steps: int, first: int = 0) -> Counter[int]:
         """For each q, how many of the steps from ``first`` up to (not including) ``steps`` send so many entries."""

@@ -97,12 +97,12 @@ class Shard:
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
         residual, mask = step.state.residual[self.rows], step.mask_of(self.rows)
-        values = torch.empty(len(residual), step.sent, dtype=self._config.own_dtype, device=residual.device)
+        values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         # Where everything is sent, AdamW's update takes the averaged gradient itself.
         moment = None if parts is None or mask is None else self._second_moment(step)
         ops.sweep(ops.Sweep(self.region, residual, parts, step.scale.mine, mask, values, moment))
-        return values.to(self._config.values_dtype)
+        return values
 
     def _second_moment(self, step: Step) -> ops.SecondMoment | None:
         """AdamW's, which takes in my gradient in a step that does not send everything."""
@@ -144,9 +144,7 @@ class Shard:
         else:  # with the rounding errors of earlier changes; the new ones stay with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            bits = self._config.change_bits(step.sent)
-            assert bits is not None
-            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale, bits)
+            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale, self.wire.bits)
             return message, theta.float()
         # The rows of others are not written: 0.
         message = torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message
