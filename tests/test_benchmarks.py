@@ -67,7 +67,7 @@ TO_BE_MADE_AGAIN = {
 }  # fmt: skip
 """Tables with a row whose code had changes or is not known. A table leaves this set when it is made from one commit."""
 MADE_BY = re.compile(
-    r"Command: `(?:sudo )?python (examples/benchmarks/\w+\.py)[^`]*`\. Version (0\.\d+\.\d+|unknown),"
+    r"Command: `(?:sudo )?python (examples/benchmarks/\w+\.py)[^`]*`\. Version ((?:0\.\d+\.\d+, )?unknown|0\.\d+\.\d+),"
     r" (commit [0-9a-f]{8}\+?|commits in the column `code`), \d{4}-\d\d-\d\d(?: to \d{4}-\d\d-\d\d)?\.(.*)"
 )
 

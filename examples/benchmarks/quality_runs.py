@@ -200,6 +200,7 @@ LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
 EXAMPLE: dict[str, Any] = {"size": "3M", "ranks": 2, "batch": 4, "context": 128, "steps": 1200, "warmup": 0.05}
 """As pretrain_python.py trains."""
 LONG: dict[str, Any] = {"size": "0.03M", "steps": 10_000}
+AT_02M: dict[str, Any] = {"size": "0.2M", "steps": 10_000, "betas": TORCH_BETAS}
 SHORT = [
     *sweep([ADAMW, ADAMS, paper(0.9), paper(0.99), paper(0.999)], [2e-3], **TINY),
     *sweep([scape(0.9), scape(0.99), scape(0.999)], [2e-3], **TINY),
@@ -224,14 +225,10 @@ SUITES: dict[str, list[Run]] = {
         *drop_in(8e-3, [4e-3, 16e-3], range(5), **LONG),
         *drop_in(8e-3, [4e-3, 16e-3], range(5), betas=TORCH_BETAS, **LONG),
     ],
-    "0.2M": drop_in(4e-3, [2e-3, 8e-3], range(3), size="0.2M", steps=10_000, betas=TORCH_BETAS),
-    "muon": sweep(
-        [ADAMW, MUON, *(sparseloco(15, **inner) for inner in ({"inner": "muon"}, {}))],
-        [4e-3],
-        size="0.2M",
-        steps=10_000,
-        betas=TORCH_BETAS,
-    ),
+    "0.2M": [
+        *drop_in(4e-3, [2e-3, 8e-3], range(3), **AT_02M),
+        *sweep([MUON, sparseloco(15, inner="muon")], [4e-3], **AT_02M),
+    ],
     "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
     "10M": drop_in(5e-4, size="10M", steps=4000, **LARGE),
     "largest": [
