@@ -91,6 +91,11 @@ def node_communicator(parameters: Sequence[Tensor]) -> Communicator:
     return Communicator(mesh.get_group())
 
 
+def everyone(communicator: Communicator, node: Communicator) -> Communicator:
+    """All ranks whose parts make up a state: those with the same rows, and those of their nodes."""
+    return communicator if node.world_size == 1 else Communicator()
+
+
 def holds_everything(parameters: Sequence[Tensor]) -> bool:
     """Whether all ranks of the job together hold one replica: then nobody else holds the same rows."""
     mesh = mesh_of(parameters)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_scape.core.local_shards import first_entry, is_sharded, local
 from lightning_scape.core.tensors import flatten, flatten_like, is_dense
@@ -157,11 +156,6 @@ class Parameters:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
-    def device_of_first_messages(self) -> torch.device:
-        """The same while the optimizer is built, when parameters on the meta device are not yet refused."""
-        return next((each.device for each in self.tensors if not each.is_meta), torch.device("cpu"))
-
-    @property
     def _dtypes(self) -> set[torch.dtype]:
         return {parameter.dtype for parameter in self.tensors}
 
@@ -190,10 +184,7 @@ class Parameters:
 
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
-        return [
-            (group, *_shape(p), "lazy" if is_lazy(p) else str(p.dtype))
-            for p, group in zip(self.local, self.groups, strict=True)
-        ]
+        return [(group, *_shape(p), str(p.dtype)) for p, group in zip(self.local, self.groups, strict=True)]
 
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
         """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold.
@@ -223,20 +214,10 @@ class Parameters:
 
 
 def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return ((), ()) if is_lazy(parameter) else (tuple(parameter.shape), parameter.stride())
-
-
-def problem_of_lazy(name: str) -> str:
-    """The rule that a lazy module's parameter breaks."""
-    return (
-        f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one batch"
-        " through the model before the training, as with DDP."
-    )
+    return tuple(parameter.shape), parameter.stride()
 
 
 def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
-    if is_lazy(parameter):
-        return problem_of_lazy(name)
     shape = tuple(parameter.shape)
     if parameter.is_meta:
         return (

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -34,11 +33,6 @@ def group_timeout(group: Any) -> timedelta | None:
     except (AttributeError, IndexError, RuntimeError):  # if torch moves it, its default has to do
         return None
     return timeout
-
-
-def groups_of_rank() -> int:
-    """How many process groups this rank is in, as torch counts them where it names one."""
-    return len(dist.distributed_c10d._world.pg_names)
 
 
 def profiler_records() -> bool:

@@ -12,62 +12,35 @@ from torch import Tensor
 from lightning_scape.comm.collectives import Communicator
 
 
-def check_same_setup(
-    communicator: Communicator, setup: Mapping[str, Any], problem: str | None, device: torch.device
-) -> None:
-    """Raises the same error on every rank if any rank has a problem, or if set-ups differ.
-
-    One message of 8 bytes when all is well.
+def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str | None = None, place: int = 0) -> None:
+    """Raises the same error on every rank if any rank has a problem, or if set-ups differ. Collective.
 
     Args:
-        communicator: the ranks.
+        ranks: all that begin together.
         setup: what must agree, by name; values with a plain ``repr``. A list is compared item by item.
         problem: what this rank found wrong with its own parameters or options, or None.
-        device: where the message is made.
+        place: of this rank in its node: only ranks at the same place must agree, for they hold the same rows.
 
     Raises:
         ValueError: naming the rank, what differs first, and both values.
     """
-    digest = blake2b(repr((dict(setup), problem)).encode(), digest_size=8).digest()
-    digests = communicator.all_gather_stacked(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device))
-    if bool((digests == digests[0]).all()):  # set-up: waiting for the device is fine
-        if problem is not None:
-            raise ValueError(problem)
-        return
-    everyone = communicator.all_gather_object((dict(setup), problem))
-    for rank, (_, other_problem) in enumerate(everyone):
+    digest = blake2b(repr(dict(setup)).encode(), digest_size=8).digest()
+    told = ranks.all_gather_object((place, digest, problem))
+    for rank, (*_, other_problem) in enumerate(told):
         if other_problem is not None:
-            raise ValueError(f"On rank {rank}: {other_problem}")
-    reference = everyone[0][0]
-    for rank, (other, _) in enumerate(everyone):
-        difference = _first_difference(reference, other)
-        if difference is not None:
+            raise ValueError(problem if len({each[2] for each in told}) == 1 else f"On rank {rank}: {other_problem}")
+    places = [each[0] for each in told]
+    if len({each[:2] for each in told}) == len({*places}):
+        return
+    everyone = ranks.all_gather_object(dict(setup))
+    for rank, other in enumerate(everyone):
+        first = places.index(places[rank])
+        if (difference := _first_difference(everyone[first], other)) is not None:
             raise ValueError(
                 f"All ranks must be set up alike, got a difference: {difference[0]} is {difference[2]} on rank {rank}"
-                f" and {difference[1]} on rank 0. Build the same model, in the same order, with the same options on"
-                " every rank."
+                f" and {difference[1]} on rank {first}. Build the same model, in the same order, with the same options"
+                " on every rank."
             )
-
-
-def check_same_setup_everywhere(
-    communicator: Communicator,
-    node: Communicator,
-    setup: Mapping[str, Any],
-    problem: str | None,
-    device: torch.device,
-) -> None:
-    """:func:`check_same_setup` where several ranks hold a replica: an error on one rank is raised on all.
-
-    Args:
-        communicator: the ranks with the same rows, one of each replica.
-        node: the ranks of one replica.
-        setup: as there; it may differ between the ranks of a replica in what their rows make different.
-        problem: as there.
-        device: where the message is made.
-    """
-    found = [each for each in node.all_gather_object(problem) if each is not None]
-    problem = found[0] if found else None
-    node.raise_on_all_ranks(lambda: check_same_setup(communicator, setup, problem, device))
 
 
 def _first_difference(reference: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +33,5 @@ def share(modules: Iterable[nn.Module]) -> None:
         if can_be_sent(buffer) and not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
     }
     described = [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers.items()]
-    device = next((each.device for each in buffers.values()), torch.device("cpu"))
-    check_same_setup(ranks, {"buffers": described}, None, device)
+    check_same_setup(ranks, {"buffers": described})
     broadcast_tensors(buffers.values())

@@ -105,7 +105,7 @@ class CommonStrategy(Opened):
         """Starts the process group as the host does, and those beside it."""
         host: Any = self
         super().setup_distributed()  # type: ignore[misc]
-        check_same_setup(Communicator(), self._alike, None, host.root_device)
+        check_same_setup(Communicator(), self._alike)
         self._nodes.set_up(host.num_processes, host.root_device)
 
     def _new_words(self) -> Words:

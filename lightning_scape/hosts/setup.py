@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core import method
-from lightning_scape.core.parameters import problem_of_lazy
 from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.tensors import can_be_sent
@@ -156,8 +154,7 @@ def start_equal(module: nn.Module) -> None:
     state = ranks.raise_on_all_ranks(lambda: module_state(module))
     if ranks.world_size > 1:
         setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
-        device = state[0].device if state else torch.device("cpu")
-        check_same_setup(ranks, setup, None, device)
+        check_same_setup(ranks, setup)
     broadcast_tensors(state)
 
 
@@ -188,7 +185,10 @@ def module_state(module: nn.Module) -> list[Tensor]:
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if is_lazy(tensor):
-            raise ValueError(problem_of_lazy(name))
+            raise ValueError(
+                f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one"
+                " batch through the model before the training, as with DDP."
+            )
     ignored = getattr(module, IGNORED_BY_DDP, ())
     shared = {name: tensor for name, tensor in named if tensor.requires_grad or name not in ignored}
     for name, tensor in shared.items() if world_size() > 1 else ():

@@ -20,7 +20,7 @@ from lightning_scape.core.entries import entry
 from lightning_scape.core.method import unwrapped
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import check_same_setup_everywhere
+from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
@@ -115,7 +115,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
         setup = _describe(config, parameters, groups)
-        check_same_setup_everywhere(comm, node, setup, problem, parameters.device_of_first_messages)
+        check_same_setup(local_shards.everyone(comm, node), setup, problem, node.rank)
         install.install(self.optimizer, Engine(parameters, config, comm, node))
 
     @classmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
+from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import Skips, width
@@ -51,7 +52,7 @@ class Engine:
         node: Communicator,
     ) -> None:
         self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
-        self.everyone = comm if node.world_size == 1 else Communicator()
+        self.everyone = everyone(comm, node)
         """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)

@@ -16,7 +16,7 @@ from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import check_same_setup_everywhere
+from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
 from lightning_scape.sparseloco.config import SparseLoCoConfig
@@ -89,7 +89,7 @@ class SparseLoCo:
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
-        self.everyone = comm if node.world_size == 1 else Communicator()
+        self.everyone = local_shards.everyone(comm, node)
         """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, 1)
@@ -102,7 +102,7 @@ class SparseLoCo:
             "parameters (group, shape, strides, dtype)": self.parameters.describe(),
         }
         problem = self._problem(process_group)
-        check_same_setup_everywhere(comm, node, setup, problem, self.parameters.device_of_first_messages)
+        check_same_setup(self.everyone, setup, problem, node.rank)
         self.algorithm = Algorithm(optimizer, config, self.parameters, self.layout, comm, node)
         self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
