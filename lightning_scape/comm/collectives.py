@@ -60,21 +60,14 @@ def check_joined() -> None:
 
 
 @dataclass
-class Padding:
-    """The length of a group's all-reduces: gloo aborts the process where ranks differ in it, as if they step apart."""
-
-    length: int = 0
-    """Numbers in each."""
-
-
-@dataclass
 class _Beside:
     """What a process group has beside it as long as it lives, for all fits, strategies and optimizers."""
 
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """Counts the optimizers as they are built: all ranks count alike."""
-    padding: Padding = field(default_factory=Padding)
+    length: int = 0
+    """Numbers in each all-reduce of an optimizer: gloo aborts the process where ranks differ in it."""
 
 
 _all_beside: weakref.WeakKeyDictionary[ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
@@ -201,13 +194,11 @@ class Communicator:
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
         number: the optimizer's, among those over the same ranks.
-        padding: of all-reduces, on gloo.
     """
 
-    def __init__(
-        self, process_group: ProcessGroup | None = None, number: int = 0, padding: Padding | None = None
-    ) -> None:
-        self.process_group, self.number, self.padding = process_group, number, padding
+    def __init__(self, process_group: ProcessGroup | None = None, number: int = 0) -> None:
+        self.process_group, self.number = process_group, number
+        self._shared = _Beside()
         self.rank: int = dist.get_rank(process_group) if is_distributed() else 0
         self.world_size: int = world_size(process_group)
         if self.rank < 0:
@@ -234,7 +225,9 @@ class Communicator:
         number = next(beside.numbers)
         if not pairs.by_gloo(process_group):
             return cls(process_group, number)
-        return cls(group_beside(process_group, "steps"), number, beside.padding)
+        made = cls(group_beside(process_group, "steps"), number)
+        made._shared = beside
+        return made
 
     @classmethod
     def alone(cls) -> Self:
@@ -244,16 +237,20 @@ class Communicator:
         return communicator
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks; the tensor may be overwritten. On a group of optimizers it travels with zeros behind it."""
+        """Sum over ranks; the tensor may be overwritten. It travels as long as any optimizer's."""
         if self.world_size == 1:
             return tensor
-        sent, padding = tensor, self.padding
-        if padding is not None and tensor.numel() < padding.length:
-            sent = torch.cat([tensor.view(-1), tensor.new_zeros(padding.length - tensor.numel())])
+        sent = tensor
+        if (missing := self._shared.length - tensor.numel()) > 0:
+            sent = torch.cat([tensor.view(-1), tensor.new_zeros(missing)])
         with self.traffic.timed():
             dist.all_reduce(sent, group=self.process_group)
         self.traffic.count("norm", 2 * sent.nbytes, self.world_size)
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
+
+    def make_room(self, numbers: int) -> None:
+        """Notes how many numbers this optimizer sums up at a time: all over the same ranks send as many, on gloo."""
+        self._shared.length = max(self._shared.length, numbers)
 
     def all_to_all(self, values: Tensor) -> Work:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.

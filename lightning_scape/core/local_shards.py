@@ -50,14 +50,6 @@ def node_rows(rows: int, shards: int, shard: int) -> range:
     return range(min(rows, shard * each), min(rows, (shard + 1) * each))
 
 
-def numels_of(parameters: Sequence[Tensor], shards: int, shard: int) -> list[int]:
-    """Entries of every parameter that one of ``shards`` ranks holds."""
-    return [
-        p.numel() if not isinstance(p, DTensor) else len(node_rows(p.shape[0], shards, shard)) * _row(p)
-        for p in parameters
-    ]
-
-
 def first_entry(parameter: Tensor) -> int:
     """The place in the flat whole parameter of the first entry that this rank holds."""
     return first_row(parameter) * _row(parameter) if isinstance(parameter, DTensor) else 0

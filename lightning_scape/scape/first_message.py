@@ -87,8 +87,7 @@ class FirstMessage:
 
     def __init__(self, communicator: Communicator, node: Communicator, parameters: int, width: int) -> None:
         self.communicator, self.node, self._width = communicator, node, width
-        if (padding := communicator.padding) is not None:
-            padding.length = max(padding.length, width + packed_size(parameters, communicator.world_size) + DIGITS)
+        communicator.make_room(width + packed_size(parameters, communicator.world_size) + DIGITS)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
