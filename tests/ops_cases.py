@@ -87,7 +87,7 @@ def selections() -> Iterator[Case]:
     yield Case("select", "nothing", (torch.zeros(0, 200), 2))
     yield Case("select", "rows apart", (awkward(9, 300)[:, :200], 2), "cpu")
     for dtype in (torch.bfloat16, torch.float64):
-        yield Case("select", str(dtype), (awkward(9, 100).to(dtype), 4), "cpu")
+        yield Case("select", str(dtype), (awkward(9, 100).to(dtype), 4), "cpu cuda")
     for rows, length, sent in [(23, 200, 30), (9, 250, 249), (70, 100, 100), (9, 8, 1), (3, 1000, 70), (2, 5000, 900)]:
         bits = ops.pack_mask(mask_of(rows, length, sent), length)
         yield Case("unpack_mask", f"{sent} of {length}", (bits, sent, length), "cuda" if length > 4096 else "")
@@ -204,8 +204,8 @@ def sweeps() -> Iterator[Case]:
     yield Case("sweep", "folds only", (made["own rows"]._replace(values=None, mask=None),), "cuda")
     nothing = made["others' rows"]._replace(region=Region((), ()), grads=[])
     yield Case("sweep", "an empty region", (nothing,))
-    yield Case("sweep", "fp64", (sweep_of(1, 2, dtypes=(fp64,), state=fp64, second=True),), "cpu")
-    yield Case("sweep", "fp16", (sweep_of(0, 2, dtypes=(torch.float16,), wire=torch.float16),), "cpu")
+    yield Case("sweep", "fp64", (sweep_of(1, 2, dtypes=(fp64,), state=fp64, second=True),), "cpu cuda")
+    yield Case("sweep", "fp16", (sweep_of(0, 2, dtypes=(torch.float16,), wire=torch.float16),), "cpu cuda")
     yield Case("sweep", "long blocks", (sweep_of(1, 2, length=5000, sizes=(12_000, 20_000), second=True),), "cuda")
 
 
@@ -238,7 +238,7 @@ def updates() -> Iterator[Case]:
         shard = ops.ShardState(theta, first, second, last)
         numbers = ops.RowNumbers(step.int(), scale, hyper(lr=lr, **options), *corrections, group)
         rest = (None, total, None) if sent is None else (mask_of(rows, length, sent), total, own)
-        yield Case("update_adamw", name, (shard, *rest, numbers, 4), "cpu" if name == "fp64" else "")
+        yield Case("update_adamw", name, (shard, *rest, numbers, 4), "cpu cuda" if name == "fp64" else "")
     # Squares beyond fp32, of what arrives and of what the owner has seen: their difference must not be NaN.
     sizes = torch.tensor([0.0, 1.0, 1e15, 1e19, 3e19, 3e38])
     total = sizes.view(6, 1).expand(6, 12).contiguous()
@@ -263,7 +263,8 @@ def exchanges() -> Iterator[Case]:
         rows = layout.blocks if rank is None else layout.shard_blocks
         flats = [torch.randn(n).to(dtype if i % 2 == 0 else torch.float32) for i, n in enumerate(sizes)]
         entries = ops.ParamEntries(flats, pieces, None if sent is None else mask_of(rows, 50, sent, pieces), 50)
-        values, declined = torch.randn(rows, sent or 50), "cpu" if sent is None or dtype == torch.float64 else ""
+        declined = "cpu cuda" if dtype == torch.float64 else "cpu" if sent is None else ""
+        values = torch.randn(rows, sent or 50)
         yield Case("gather_params", name, (entries, torch.full_like(values, 7.0)), declined)
         masters = torch.full_like(values, 7.0, dtype=torch.promote_types(dtype, torch.float32))
         ops.gather_params(entries, masters)

@@ -73,7 +73,6 @@ class TestFarAway:
             3,
             1,
             STRIDE=FAR,
-            BITS_GIVEN=True,
             OUT=triton.language.uint8,
             **geometry,
         )

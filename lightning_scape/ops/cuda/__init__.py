@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_scape.ops.cuda.gradients import sketch, squared_norm
+from lightning_scape.ops.cuda.launch import DTYPES
 from lightning_scape.ops.cuda.masks import select, unpack_mask
 from lightning_scape.ops.cuda.residual import sweep
 from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_adamw
@@ -42,5 +43,5 @@ __all__ = [
 
 
 def can_read(tensors: Sequence[Tensor]) -> bool:
-    """All of them: what a kernel cannot read, its operation declines."""
-    return True
+    """Whether the kernels know their dtypes."""
+    return all(tensor.dtype in DTYPES or not tensor.is_floating_point() for tensor in tensors)

@@ -35,7 +35,7 @@ def _squares_kernel(
         value = widen(tl.load(source + offsets), GRAD)
     else:
         value = widen(tl.load(source + offsets, mask=offsets < left, other=0), GRAD)
-    tl.store(partials + program, tl.sum(value * value, axis=0).to(tl.float32))
+    tl.store(partials + program, tl.sum(value * value, axis=0))
 
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -98,7 +98,7 @@ def _sketch_kernel(
         for first in range(0, numel - nearest, ROWS * width):
             entry = first + row * width + column[None, :]
             inside = counts[None, :] & (entry < numel)
-            value = widen(tl.load(source + entry, mask=inside, other=0), GRAD).to(tl.float32)
+            value = widen(tl.load(source + entry, mask=inside, other=0), GRAD)
             drawn = tl.load(signs + offset + entry, mask=inside, other=0).to(tl.float32)
             sums += value * (drawn * sign.to(tl.float32))
     tl.store(partials + tl.program_id(0) * BUCKETS + bucket, tl.sum(sums, axis=0), mask=bucket < BUCKETS)

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from lightning_scape.ops.naive import to_device
 
-DTYPES = {
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+"""Floats that kernels know. Others are left to the definition: a model of size is trained in neither fp16 nor fp64."""
 STREAM_CHUNK = 4096
 """Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
 PICK_CHUNK = 1024
@@ -68,7 +64,7 @@ def chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[in
 
 
 def table(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers of 64 bits on the device."""
+    """Numbers on the device."""
     return cached_table(numbers, device, dtype, stream_of(device))
 
 

@@ -1,7 +1,5 @@
 """Triton kernels on rows of blocks: which entries are the largest, and where they lie."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -32,17 +30,12 @@ def _select_kernel(
     KEPT_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BITS_GIVEN: tl.constexpr,
     OUT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     position = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (position < LENGTH)[None, :]
-    raw = tl.load(statistic + row[:, None] * STRIDE + position[None, :], mask=inside, other=0)
-    if BITS_GIVEN:
-        bits = raw
-    else:
-        bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = tl.load(statistic + row[:, None] * STRIDE + position[None, :], mask=inside, other=0)
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     for turn in range(sent):
@@ -55,22 +48,26 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if sent > _SELECTED_BY_TURNS or length > LONGEST_ROW or statistic.stride(1) != 1:
+    if sent > _SELECTED_BY_TURNS or length > LONGEST_ROW or statistic.dtype != torch.float32:
         raise Declined
-    given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
-    if statistic.dtype == torch.bfloat16:
-        given = statistic.to(torch.float32).view(torch.int32)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    shape = _selection(given)
+    low, block = (1 << (length - 1).bit_length()) - 1, row_width(length)
+    rows = max(1, _SELECT_TILE // block)
     launching.launch(
         _select_kernel,
-        triton.cdiv(blocks, shape["ROWS"]),
-        given,
+        triton.cdiv(blocks, rows),
+        statistic.view(torch.int32),
         chosen,
         blocks,
         sent,
-        BITS_GIVEN=given.dtype == torch.int32,
-        **shape,
+        STRIDE=statistic.stride(0),
+        LENGTH=length,
+        LOW=low,
+        KEPT_BITS=naive_masks.MAGNITUDE_BITS & ~low,
+        ROWS=rows,
+        BLOCK=block,
+        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        num_warps=max(1, block // _SELECT_TILE),
     )
     return chosen
 
@@ -78,23 +75,6 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 def row_width(length: int) -> int:
     """Entries that a kernel holds of a row."""
     return max(16, int(triton.next_power_of_2(length)))
-
-
-def _selection(matrix: Tensor) -> dict[str, Any]:
-    """What the kernel that selects knows of its rows when it is compiled."""
-    length = matrix.shape[1]
-    low = (1 << (length - 1).bit_length()) - 1
-    block = row_width(length)
-    return {
-        "STRIDE": matrix.stride(0),
-        "LENGTH": length,
-        "LOW": low,
-        "KEPT_BITS": naive_masks.MAGNITUDE_BITS & ~low,
-        "ROWS": max(1, _SELECT_TILE // block),
-        "BLOCK": block,
-        "OUT": tl.uint8 if position_dtype(length) == torch.uint8 else tl.uint16,
-        "num_warps": max(1, block // _SELECT_TILE),
-    }
 
 
 @triton.jit(do_not_specialize=["sent"])

@@ -84,13 +84,12 @@ def _sweep_kernel(
         if SECOND:
             _accumulate(exp_avg_sq + first * LENGTH + offset, value, factor, weights + 2 * span,
                         inside & (offset < left) & taken[:, None], LARGEST)  # fmt: skip
-        amount = value.to(tile.dtype) * factor.to(tile.dtype)[:, None]
-        tile = tl.where((offset < known) & taken[:, None], tile + amount, tile)
+        tile = tl.where((offset < known) & taken[:, None], tile + value * factor[:, None], tile)
 
     if not MASKED:
         raw = narrow(clamp(tile, LIMIT), WIRE)
         tl.store(values + first * LENGTH + offset, tl.where(taken[:, None], raw, 0), mask=inside)
-        tile = tl.where(taken[:, None], tile - widen(raw, WIRE).to(tile.dtype), tile)
+        tile = tl.where(taken[:, None], tile - widen(raw, WIRE), tile)
         tl.store(target, tile, mask=inside)
     elif FEW:
         tile = _take_by_turns(tile, mask, values, first, row, position, there, taken, sent, WIRE, LIMIT)
@@ -107,9 +106,8 @@ def _sweep_kernel(
 def _accumulate(place, value, factor, weights, mine, LARGEST: tl.constexpr):
     """The second moment, of what the sweep has loaded of the gradient. It rounds as the twin does on a GPU."""
     moment = tl.load(place, mask=mine, other=0)
-    kept, added = tl.load(weights).to(moment.dtype), tl.load(weights + 1).to(moment.dtype)
-    scaled = value.to(moment.dtype) * factor.to(moment.dtype)[:, None]
-    moment = kept * moment + added * (scaled * scaled)
+    scaled = value * factor[:, None]
+    moment = tl.load(weights) * moment + tl.load(weights + 1) * (scaled * scaled)
     tl.store(place, tl.where(moment > LARGEST, LARGEST, moment), mask=mine)
 
 
@@ -125,7 +123,7 @@ def _take_by_turns(
         found = _only(tile, here)
         raw = narrow(clamp(found, LIMIT), WIRE)
         tl.store(values + cells + turn, tl.where(taken, raw, 0), mask=there)
-        rest = found - widen(raw, WIRE).to(tile.dtype)
+        rest = found - widen(raw, WIRE)
         tile = tl.where(here & taken[:, None], rest[:, None], tile)
     return tile
 
@@ -133,11 +131,8 @@ def _take_by_turns(
 @triton.jit
 def _only(tile, here):
     """The one entry of each row that is ``here``, to the last bit: the largest integer, where the others are least."""
-    if tile.dtype == tl.float64:
-        bits = tl.where(here, tile.to(tl.int64, bitcast=True), -0x8000000000000000)
-    else:
-        bits = tl.where(here, tile.to(tl.int32, bitcast=True), -0x80000000)
-    return tl.max(bits, axis=1).to(tile.dtype, bitcast=True)
+    bits = tl.where(here, tile.to(tl.int32, bitcast=True), -0x80000000)
+    return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -165,7 +160,7 @@ def _take_from_memory(
         found = tl.load(place, mask=taken, other=0)
         raw = narrow(clamp(found, LIMIT), WIRE)
         tl.store(values + cell, raw, mask=inside)
-        tl.store(place, found - widen(raw, WIRE).to(found.dtype), mask=taken)
+        tl.store(place, found - widen(raw, WIRE), mask=taken)
 
 
 def sweep(work: Sweep) -> None:
@@ -232,7 +227,7 @@ def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
         residual if moments is None else moments.exp_avg_sq,
         launching.table(tuple(starts), device),
         launching.table(tuple([span.numel for span in spans]), device),
-        residual if moments is None else launching.table(_shares(moments, spans), device, torch.float64),
+        residual if moments is None else launching.table(_shares(moments, spans), device, torch.float32),
         launching.table(tuple([span.row for span in spans]), device),
         blocks,
         *chunks,
@@ -245,7 +240,7 @@ def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
         FOLD=folds,
         ALIGNED=math.gcd(16, whole, *starts),
         SECOND=moments is not None,
-        LARGEST=torch.finfo((residual if moments is None else moments.exp_avg_sq).dtype).max,
+        LARGEST=torch.finfo(torch.float32).max,
         MASKED=mask is not None,
         FEW=sent <= _FEW,
         WIRE=launching.DTYPES[values.dtype],

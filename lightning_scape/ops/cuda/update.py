@@ -9,7 +9,7 @@ from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
-from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
+from lightning_scape.ops.cuda.numbers import narrow, pointer, widen
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 
@@ -85,10 +85,10 @@ def _update_kernel(
         steps = tau.to(m.dtype)
 
         one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
-        one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
-        new = (1 - one_minus_bt) * m + one_minus_bt * divide(a, steps)
+        one_minus_bt = tl.div_rn(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
+        new = (1 - one_minus_bt) * m + one_minus_bt * tl.div_rn(a, steps)
         divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
-        moved, common = divide(steps * new, divisor), divide(new, divisor)
+        moved, common = tl.div_rn(steps * new, divisor), tl.div_rn(new, divisor)
         bounded = moved * (1 / LONGEST)
         common = tl.where(tau == 1, 0, tl.maximum(common * common, bounded * bounded))
         divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
@@ -98,19 +98,19 @@ def _update_kernel(
         if MASKED:
             mine = tl.load(own + entry, mask=inside, other=0)
             shared = tl.where(tau == 1, squared, tl.maximum(tl.minimum(mine * a, largest), -largest))
-            shared -= divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
-            v2 += divide(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
+            shared -= tl.div_rn(tl.minimum(mine * mine, largest), steps * 0 + ranks)
+            v2 += tl.div_rn(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
             v2 = tl.maximum(v2, tl.where(tau == 1, one_minus_b2 * squared, 0))
-            seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
+            seen = tl.minimum(tl.div_rn(v2, divisor2) * ranks * steps * steps, largest)
             v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))
         else:
-            v2 = b2 * v2 + one_minus_b2 * divide(squared, steps)
+            v2 = b2 * v2 + one_minus_b2 * tl.div_rn(squared, steps)
         v2 = tl.minimum(v2, largest)
         tl.store(of_second, v2, mask=inside)
-        v = tl.maximum(divide(v2, divisor2), common)
+        v = tl.maximum(tl.div_rn(v2, divisor2), common)
         shrunk = _decay(whole, tl.load(log_keep + h, mask=inside, other=0), tau, steps)
-        denominator = root(v) + tl.load(eps + h, mask=inside, other=1)
-        change = divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
+        denominator = tl.sqrt_rn(v) + tl.load(eps + h, mask=inside, other=1)
+        change = tl.div_rn(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
         tl.store(theta + entry, old * shrunk - change, mask=inside)
         tl.store(of_momentum, new, mask=inside)
         tl.store(of_last_step, now, mask=inside)

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.numbers import divide
 from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, group_bytes
 
 _GROUPS = 32
@@ -22,7 +21,7 @@ def _unit_of(scale):
 @triton.jit
 def _steps_of(value, unit, LEVELS: tl.constexpr):
     """The nearest multiple of the unit, ties to the even one; 0 where the unit is."""
-    quotient = tl.where(unit > 0, divide(value, tl.where(unit > 0, unit, 1.0)), 0.0)
+    quotient = tl.where(unit > 0, tl.div_rn(value, tl.where(unit > 0, unit, 1.0)), 0.0)
     nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: fp32 has no fraction there
     return tl.minimum(tl.maximum(nearest, -LEVELS), LEVELS)
 
@@ -82,7 +81,7 @@ def _quantize_kernel(
         inside_high = there & (entry + 1 < count)
         high = tl.load(source + 1, mask=inside_high, other=0.0)
         largest = tl.maximum(largest, tl.max(tl.abs(high), axis=1))
-    exact = divide(largest, tl.full([ROWS], LEVELS, tl.float32))
+    exact = tl.div_rn(largest, tl.full([ROWS], LEVELS, tl.float32))
     exact = tl.where(exact > tl.load(least), exact, 0.0)
     scale = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     unit = _unit_of(scale)[:, None]
