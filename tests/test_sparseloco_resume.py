@@ -129,8 +129,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     for saved, complaint in (
         ({"scape": {}, "state": {}, "param_groups": []}, r"parameters, got \[\]"),
         (torn, "all 320 entries of 'start.0', got 0"),
-        ({"what": 1}, r"must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got \['what'\]"),
-        (None, "or of the inner optimizer, got NoneType"),
+        ({"what": 1}, r"must have `state` and `param_groups`, got \['what'\]"),
+        (None, "must have `state` and `param_groups`, got NoneType"),
         (newer, "a newer lightning_scape"),
         (smaller, "parameters that are trained now"),
     ):

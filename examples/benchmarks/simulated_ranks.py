@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,10 @@ class LocalCommunicator(ScapeCommunicator):
         self.traffic.count("mask", full.nbytes, self.world_size)
         return Work(full.copy_(torch.cat(self.meeting.share(self.rank, make()))))
 
-    def gather(self, flat: Tensor, to: int) -> list[Tensor] | None:
-        parts = self.meeting.share(self.rank, flat.clone())
-        return parts if self.rank == to else None
+    def carry(self, sent: Iterable[Tensor], into: Sequence[Sequence[Tensor]], to: int, device: torch.device) -> None:
+        for tensors, theirs in zip(into, self.meeting.share(self.rank, [each.clone() for each in sent]), strict=True):
+            for tensor, other in zip(tensors, theirs, strict=False):  # on the other ranks there are none
+                tensor.copy_(other)
 
     def all_gather_stacked(self, tensor: Tensor, kind: str = "facts") -> Tensor:
         full = torch.stack(self.meeting.share(self.rank, tensor))

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_scape.checkpoint import files
-from lightning_scape.checkpoint.shards import AT_ONCE, Directory, OwnState, SavedState, Where, collect, write_directory
+from lightning_scape.checkpoint.shards import Directory, OwnState, Where, collect, whole_state, write_directory
 from lightning_scape.comm.collectives import Communicator, group_beside
-from lightning_scape.core.method import named
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
-_BESIDE = 1 << 18
-"""Bytes of all ranks that are on their way at a time while they train: a step's messages never wait for more."""
 
 
 def states_in(content: Mapping[Any, Any]) -> dict[Where, OwnState]:
@@ -42,11 +41,6 @@ def put(content: dict[Any, Any], where: Where, state: Any) -> None:
         content[name] = state
     else:
         content[name] = [state if number == place else each for number, each in enumerate(content[name])]
-
-
-def whole_state(saved: SavedState) -> dict[str, Any]:
-    """A whole state, as its method writes it."""
-    return named(saved.facts["method"]).whole_state(saved)
 
 
 def _alike(states: dict[Where, OwnState], ranks: Communicator) -> dict[Where, OwnState]:
@@ -102,28 +96,25 @@ class Saver:
             ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
-        states, lead, at_once = _alike(states_in(content), ranks), ranks.rank == 0, AT_ONCE
+        states, lead = _alike(states_in(content), ranks), ranks.rank == 0
         rest = dict(content) if lead else {}
         for where in states if lead else ():
             put(rest, where, None)
         if self.asynchronous:
-            at_once = max(1, _BESIDE // max(1, ranks.world_size - 1))
             if path is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
                 with files.explained(path):
                     folder = path.parent
                     ranks.raise_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if lead else None)
-            rest, states = ranks.raise_on_all_ranks(
-                lambda: (_copied(rest), {where: each.copied() for where, each in states.items()})
-            )
+            rest, states = ranks.raise_on_all_ranks(lambda: _copied((rest, states)))
 
         def act() -> None:
             if write is None:
                 assert path is not None
-                write_directory(path, rest, states, rng, ranks)
+                write_directory(path, rest, states, rng if states else {}, ranks)
                 return
             generators = ranks.all_gather_object(rng) if states else []
             for where in [*states]:  # each is given up as it is collected
-                whole = collect(states.pop(where), ranks, torch.device("cpu"), at_once=at_once)
+                whole = collect(states.pop(where), ranks, torch.device("cpu"))
                 if whole is not None:
                     put(rest, where, whole_state(whole))
             content = {**rest, RNG: generators} if generators else rest
@@ -177,11 +168,27 @@ class Saver:
 
 
 def _copied(content: Any) -> Any:
-    """As the file will have it: what cannot be written fails now, and tied tensors stay tied."""
+    """A copy in host memory. It is pickled, so that what cannot be written fails now; tied tensors stay tied."""
+    copies: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
+                return None  # pickled, and with it the tensors that it is made of
+            place = value.data_ptr(), value.dtype, value.shape, value.stride(), value.requires_grad
+            if place not in copies:
+                copy = value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
+                copies[place] = value, copy  # while the first lives, no other has its place
+            return place
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place: Any) -> Tensor:
+            return copies[place][1]
+
     file = io.BytesIO()
-    torch.save(content, file)
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(content)
     file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=False)  # what this process has written
+    return Unpickler(file).load()  # what this process has written
 
 
 def opened(directory: Directory) -> dict[Any, Any]:
@@ -215,7 +222,7 @@ def consolidate(path: Path) -> dict[Any, Any]:
     content, states = dict(directory.rest), directory.states()
     for where, state in states.items():
         put(content, where, whole_state(state))
-    return {**content, RNG: directory.rng()} if states else content
+    return {**content, RNG: [directory.rng(number) for number in range(directory.ranks)]} if states else content
 
 
 def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:

@@ -2,20 +2,20 @@
 
 Facts are plain, and the same on all ranks. A chunk is some rows of a tensor, by the tensor's key, such as
 ``exp_avg.3``, of which each rank has a part, or ``residual.1.3``, which is rank 1's alone. What ranks have alike, rank
-0 saves. What a host and its hooks see of a state is a dict with its ``param_groups``; what they change there holds.
+0 saves. A dict may stand in the place of a chunk: facts of one rank. What a host and its hooks see of a state is a dict
+with its ``param_groups``; what they change there holds.
 
 ::
 
-    DIR/rank-0.pt ... rank-{N-1}.pt   each rank's chunks, {key: (offset, length, tensor)}, and its generators
+    DIR/rank-0.pt ... rank-{N-1}.pt   each rank's chunks, {key: (tensor, offset, length)}, and its generators
     DIR/meta.pt                       rank 0's: the host's checkpoint, the states' facts, the number of ranks
 
 All are plain files of torch.save. In a file a state is whole: ``{"state": ..., "param_groups": ..., METHOD: {"facts":
-..., "tensors": {key: tensor}, "own": [...]}}``, and torch's optimizers take the first two.
+..., "tensors": {key: tensor}}}``, and torch's optimizers take the first two.
 """
 
 from __future__ import annotations
 
-import bisect
 import errno
 import functools
 import itertools
@@ -30,14 +30,12 @@ from torch import Tensor
 from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.method import named
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.tensors import bytes_of
 
 FORMAT = 1
 Where = tuple[Any, int | None]
 """A state's name in a host's checkpoint, and its place in the list that it has there."""
-AT_ONCE = 1 << 22
-"""Bytes of a rank that are on their way at a time."""
 
 
 class Chunk(NamedTuple):
@@ -110,7 +108,7 @@ def check_model(
     saved: Sequence[Mapping[str, Any]],
     parameters: Parameters,
     groups: Sequence[Mapping[str, Any]],
-) -> list[str]:
+) -> None:
     """Whether a state is of these parameters, some of which may have been frozen then.
 
     Args:
@@ -119,15 +117,11 @@ def check_model(
         parameters: that are trained now.
         groups: the optimizer's.
 
-    Returns:
-        Warnings for the user.
-
     Raises:
         ValueError: it is not; names the first difference.
     """
     check_groups(saved, groups)
     places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
-    renamed = []
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index not in facts["shapes"]:
             continue
@@ -135,20 +129,11 @@ def check_model(
             if (then := tuple(facts[what][index])) != now and parameter.numel():
                 raise ValueError(f"The state's {what} must be {now} for {name!r}, got {then}. {_SAME_MODEL}")
         theirs = _plain(facts["names"][index])
-        if theirs == _plain(name) or "parameter " in name or "parameter " in theirs:
-            continue
-        if theirs in places:
+        if places.get(theirs, index) != index and "parameter " not in theirs:
             raise ValueError(
                 f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
                 " there. Build the optimizer over the parameters in the same order."
             )
-        renamed.append(f"{theirs!r} (now {name!r})")
-    if not renamed:
-        return []
-    return [
-        f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree, and"
-        " they are taken by position."
-    ]
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -177,43 +162,18 @@ def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: C
 # ------------------------------------------------------------------------------------------------ states
 
 
-class Part(NamedTuple):
-    """What one rank has saved of a state."""
-
-    own: Mapping[str, Any]
-    """Facts of its own."""
-    chunks: Mapping[str, Chunk]
-
-
 class OwnState(dict[str, Any]):
     """What this rank holds of one optimizer's state: views of the live state. As a dict, what hosts see of it.
 
     Args:
         shown: ``param_groups``, and what the user's hooks add to a state dict.
-        facts: the same on all ranks; ``method`` is one of them.
-        part: this rank's. Where it has a fact that is shown, too, a change by a host holds for it.
+        facts: the same on all ranks; ``method``, ``ranks`` and ``shards`` are among them.
+        part: this rank's chunks, and facts of its own.
     """
 
-    def __init__(self, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Part) -> None:
+    def __init__(self, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Mapping[str, Any]) -> None:
         super().__init__(shown)
-        self.facts = {"format": FORMAT, **facts}
-        self._part = part
-
-    @property
-    def part(self) -> Part:
-        """What is saved of it."""
-        own = {name: self.get(name, value) for name, value in self._part.own.items()}
-        return Part(own, self._part.chunks)
-
-    def copied(self) -> OwnState:
-        """The same in host memory of its own: training goes on meanwhile."""
-        own, chunks = self.part
-        copies = {key: chunk._replace(tensor=_to_host(chunk.tensor, copy=True)) for key, chunk in chunks.items()}
-        return OwnState(deepcopy(dict(self)), self.facts, Part(deepcopy(own), copies))
-
-
-def _to_host(tensor: Tensor, copy: bool = False) -> Tensor:
-    return tensor.detach().to("cpu", copy=copy)
+        self.facts, self.part = {"format": FORMAT, **facts}, part
 
 
 class SavedState(dict[str, Any]):
@@ -223,15 +183,10 @@ class SavedState(dict[str, Any]):
         shown: as it was saved.
         facts: likewise.
         parts: give the parts. They are asked one after the other, and only for what those before lack.
-        own: gives the facts of the rank of a number.
     """
 
     def __init__(
-        self,
-        shown: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        parts: Sequence[Callable[[], Part]],
-        own: Callable[[int], Mapping[str, Any]],
+        self, shown: Mapping[str, Any], facts: Mapping[str, Any], parts: Sequence[Callable[[], Mapping[str, Any]]]
     ) -> None:
         super().__init__(shown)
         if facts["format"] > FORMAT:
@@ -239,40 +194,13 @@ class SavedState(dict[str, Any]):
                 f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
                 " Upgrade this installation."
             )
-        self.facts, self._parts, self.own = facts, parts, own
+        self.facts, self._parts = facts, parts
 
-    @classmethod
-    def of_whole(cls, whole: Mapping[str, Any], method: str) -> SavedState:
-        """The state in a file.
-
-        Raises:
-            ValueError: something is missing there.
-        """
-        saved = whole[method]
-        if not isinstance(saved, Mapping) or not {"facts", "tensors", "own"} <= saved.keys():
-            raise ValueError(
-                f"A state of {method} must hold facts and tensors, got"
-                f" {sorted(map(str, saved)) if isinstance(saved, Mapping) else saved!r}. Load another checkpoint."
-            )
-        chunks = {key: Chunk.whole(tensor) for key, tensor in saved["tensors"].items()}
-        shown = {name: value for name, value in whole.items() if name not in ("state", method)}
-        return cls(shown, saved["facts"], [lambda: Part({}, chunks)], saved["own"].__getitem__)
-
-    def as_whole(self, state: Mapping[Any, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The reverse.
-
-        Args:
-            state: what torch's optimizer takes.
-            tensors: all whole ones.
-        """
-        own = [self.own(number) for number in range(self.facts["ranks"] * self.facts["shards"])]
-        return {"state": state, **self, self.facts["method"]: {"facts": self.facts, "tensors": tensors, "own": own}}
-
-    def pieces(self, key: str) -> Iterator[Chunk]:
-        """The chunks that hold a tensor."""
+    def pieces(self, key: str) -> Iterator[Any]:
+        """The chunks that hold a tensor, or a rank's facts."""
         for part in self._parts:
-            if (chunk := part().chunks.get(key)) is not None:
-                yield chunk
+            if (piece := part().get(key)) is not None:
+                yield piece
 
     def read(self, key: str, into: Chunk) -> None:
         """Fills a chunk's tensor, in place; converts dtypes.
@@ -300,8 +228,8 @@ class SavedState(dict[str, Any]):
         for key, chunk in chunks.items():
             self.read(key, chunk)
 
-    def whole(self, key: str) -> Tensor:
-        """One whole tensor, in host memory.
+    def whole(self, key: str) -> Any:
+        """One whole tensor, in host memory, or a rank's facts.
 
         Raises:
             CheckpointError: it is not there.
@@ -309,13 +237,15 @@ class SavedState(dict[str, Any]):
         first = next(self.pieces(key), None)
         if first is None:
             raise files.CheckpointError(f"A state must hold {key!r}, got none. Load another checkpoint.")
+        if not isinstance(first, Chunk):
+            return deepcopy(first)
         into = Chunk.whole(torch.empty(first.length, *first.tensor.shape[1:], dtype=first.tensor.dtype))
         self.read(key, into)
         return into.tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them, whole."""
-        keys = dict.fromkeys(itertools.chain.from_iterable(part().chunks for part in self._parts))
+    def wholes(self) -> dict[str, Any]:
+        """All of them."""
+        keys = dict.fromkeys(itertools.chain.from_iterable(part() for part in self._parts))
         return {key: self.whole(key) for key in keys}
 
     def read_of_ranks(self, name: str, chunks: Mapping[str, Chunk], rank: int, ranks: int) -> None:
@@ -341,12 +271,37 @@ class SavedState(dict[str, Any]):
             chunk.tensor.div_(before)
 
 
+def whole_state(saved: SavedState) -> dict[str, Any]:
+    """A whole state, as its method writes it."""
+    return named(saved.facts["method"]).whole_state(saved)
+
+
+def taken(given: Any, method: str) -> Any:
+    """What a load was given: a :class:`SavedState` if it is of the method, else a dict such as torch's optimizers have.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, SavedState):
+        return given if given.facts["method"] == method else whole_state(given)
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise ValueError(
+            "An optimizer state must have `state` and `param_groups`, got"
+            f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another state."
+        )
+    if (saved := given.get(method)) is None:
+        return given
+    if not isinstance(saved, Mapping) or not {"facts", "tensors"} <= saved.keys():
+        raise ValueError(f"A state of {method} must hold facts and tensors, got another. Load another checkpoint.")
+    part = {key: Chunk.whole(each) if isinstance(each, Tensor) else each for key, each in saved["tensors"].items()}
+    shown = {name: value for name, value in given.items() if name not in ("state", method)}
+    return SavedState(shown, saved["facts"], [lambda: part])
+
+
 # ------------------------------------------------------------------------------------------------ one file
 
 
-def collect(
-    state: OwnState, ranks: Communicator, device: torch.device, to: int = 0, at_once: int = AT_ONCE
-) -> SavedState | None:
+def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int = 0) -> SavedState | None:
     """The state of all ranks on rank ``to``, in host memory; None elsewhere. Collective.
 
     Args:
@@ -354,60 +309,23 @@ def collect(
         ranks: all that hold a part of it.
         device: by way of which tensors travel.
         to: among the ranks.
-        at_once: bytes of a rank in a message: rank ``to`` holds one such message of all ranks beside the state.
     """
-    own, chunks = state.part
-    pieces = {key: (c.offset, c.length, tuple(c.tensor.shape), c.tensor.dtype) for key, c in chunks.items()}
-    told = ranks.all_gather_object((own, pieces))
-    mine = _Bytes(chunk.tensor for chunk in chunks.values())
-    wholes: dict[str, Chunk] = {}
-    each: list[_Bytes] = []
-    for _, pieces in told if ranks.rank == to else ():
-        for key, (_, length, shape, dtype) in pieces.items():
+    chunks = {key: each for key, each in state.part.items() if isinstance(each, Chunk)}
+    places = {key: (c.offset, c.length, tuple(c.tensor.shape), c.tensor.dtype) for key, c in chunks.items()}
+    told = ranks.all_gather_object({**state.part, **places})
+    wholes: dict[str, Any] = {}
+    into: list[list[Tensor]] = [[] for _ in told]
+    for rows, part in zip(into, told, strict=True) if ranks.rank == to else ():
+        for key, each in part.items():
+            if not isinstance(each, tuple):
+                wholes[key] = each
+                continue
+            offset, length, shape, dtype = each
             if key not in wholes:
                 wholes[key] = Chunk.whole(torch.empty(length, *shape[1:], dtype=dtype, device="cpu"))
-        rows = ((wholes[key].tensor, offset, shape[0]) for key, (offset, _, shape, _) in pieces.items())
-        each.append(_Bytes(tensor[first : first + count] for tensor, first, count in rows))
-    lengths = [
-        sum(torch.Size(shape).numel() * dtype.itemsize for *_, shape, dtype in pieces.values()) for _, pieces in told
-    ]
-    for begin in range(0, max(lengths), at_once):
-        sent = mine.read(begin, min(begin + at_once, max(lengths)), device).to(device)
-        for there, part in zip(each, ranks.gather(sent, to) or (), strict=bool(each)):
-            there.write(begin, part)
-    if ranks.rank != to:
-        return None
-    owns = [own for own, _ in told]
-    return SavedState(state, state.facts, [lambda: Part({}, wholes)], owns.__getitem__)
-
-
-class _Bytes:
-    """Tensors as one row of bytes."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._parts = [bytes_of(tensor) for tensor in tensors]
-        self._ends = list(itertools.accumulate(map(len, self._parts)))
-
-    def _between(self, begin: int, end: int) -> Iterator[Tensor]:
-        for place in range(bisect.bisect_right(self._ends, begin), len(self._parts)):
-            first = self._ends[place] - len(self._parts[place])
-            if first >= end:
-                return
-            yield self._parts[place][max(0, begin - first) : end - first]
-
-    def read(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """Those bytes; zeros behind the last one."""
-        found = list(self._between(begin, end))
-        pad = end - begin - sum(map(len, found))
-        if pad:
-            found.append(torch.zeros(pad, dtype=torch.uint8, device=found[0].device if found else device))
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def write(self, begin: int, data: Tensor) -> None:
-        """The reverse."""
-        for part in self._between(begin, begin + len(data)):
-            part.copy_(data[: len(part)])
-            data = data[len(part) :]
+            rows.append(wholes[key].tensor[offset : offset + shape[0]])
+    ranks.carry([chunk.tensor for chunk in chunks.values()], into, to, device)
+    return SavedState(state, state.facts, [lambda: wholes]) if ranks.rank == to else None
 
 
 # ------------------------------------------------------------------------------------------------ a directory
@@ -433,30 +351,30 @@ def write_directory(
         new = ranks.raise_on_all_ranks(lambda: files.Temporary(path, folder=True) if lead else None)
         try:
             folder = Path(ranks.all_gather_object(str(new.path) if new is not None else "")[0])
-            token = folder.name
-            held = {where: state.part for where, state in states.items()}
-            mine = {
-                where: {
-                    "own": own,
-                    "chunks": {key: (c.offset, c.length, _to_host(c.tensor)) for key, c in chunks.items()},
-                }
-                for where, (own, chunks) in held.items()
-            }
-            part = {"token": token, "rng": rng, "states": mine}
 
             def write_part() -> None:
                 if not folder.is_dir():
                     raise FileNotFoundError(
                         errno.ENOENT, f"all ranks must see the same folder, got none there on rank {ranks.rank}"
                     )
+                mine = {
+                    where: {
+                        key: (each.tensor.detach().to("cpu"), each.offset, each.length)
+                        if isinstance(each, Chunk)
+                        else each
+                        for key, each in state.part.items()
+                    }
+                    for where, state in states.items()
+                }
+                part = {"token": folder.name, "rng": rng, "states": mine}
                 files.write(part, folder / f"rank-{ranks.rank}.pt")
 
             ranks.raise_on_all_ranks(write_part)
-            facts = {where: (dict(state), state.facts) for where, state in states.items()}
-            meta = {"format": FORMAT, "token": token, "ranks": ranks.world_size, "facts": facts, "rest": rest}
 
             def complete() -> None:
                 if new is not None:
+                    facts = {where: (dict(state), state.facts) for where, state in states.items()}
+                    meta = {"token": folder.name, "ranks": ranks.world_size, "facts": facts, "rest": rest}
                     files.write(meta, folder / files.META)
                     new.take_place()
 
@@ -482,33 +400,31 @@ class Directory:
     def __init__(self, path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True) -> None:
         self._path, self._weights_only = path, weights_only
         self._opened: dict[int, Any] = {}
-        self._meta = ranks.raise_on_all_ranks(self._open_meta)
+        self._meta = ranks.raise_on_all_ranks(self._read_meta)
         self.rest: Any = self._meta["rest"]
-        saved, here = self._meta["ranks"], ranks.rank
+        self.ranks: int = self._meta["ranks"]
         if parts:
-            ranks.raise_on_all_ranks(lambda: self._check(range(saved)[here :: ranks.world_size]))
-        mine = here * saved // ranks.world_size  # a rank's own, where as many have saved
-        self._order = [mine, *(number for number in range(saved) if number != mine)]
+            ranks.raise_on_all_ranks(lambda: self._check(range(self.ranks)[ranks.rank :: ranks.world_size]))
+        mine = ranks.rank * self.ranks // ranks.world_size  # a rank's own, where as many have saved
+        self._order = [mine, *(number for number in range(self.ranks) if number != mine)]
 
     def states(self) -> dict[Where, SavedState]:
         """The optimizers', on disk until they are read."""
 
-        def state(where: Where, shown: Mapping[str, Any], facts: Mapping[str, Any]) -> SavedState:
-            parts = [functools.partial(self._part, where, number) for number in self._order]
-            return SavedState(shown, facts, parts, lambda number: deepcopy(self._part(where, number).own))
+        def part(where: Where, number: int) -> Mapping[str, Any]:
+            found: Mapping[str, Any] = self._open(number)["states"][where]
+            return found
 
-        return {where: state(where, *told) for where, told in self._meta["facts"].items()}
+        return {
+            where: SavedState(shown, facts, [functools.partial(part, where, number) for number in self._order])
+            for where, (shown, facts) in self._meta["facts"].items()
+        }
 
-    def rng(self) -> list[Any]:
-        """Each rank's generators."""
-        return [deepcopy(self._open(number)["rng"]) for number in range(self._meta["ranks"])]
+    def rng(self, number: int) -> Any:
+        """A rank's generators."""
+        return deepcopy(self._open(number)["rng"])
 
-    def own_rng(self, rank: int, world_size: int) -> Any:
-        """A rank's generators; None if the number of ranks has changed, or no optimizer was saved."""
-        same = world_size == self._meta["ranks"] and self._meta["facts"]
-        return self._open(rank)["rng"] if same else None
-
-    def _open_meta(self) -> dict[str, Any]:
+    def _read_meta(self) -> dict[str, Any]:
         try:
             meta = files.load_file(self._path / files.META, self._weights_only)
         except FileNotFoundError:
@@ -516,13 +432,9 @@ class Directory:
                 f"A checkpoint that is a directory must hold {files.META}, which is written last, got"
                 f" {str(self._path)!r} without it. Load another one."
             ) from None
-        if not isinstance(meta, dict) or not {"format", "token", "ranks", "facts", "rest"} <= meta.keys():
+        if not isinstance(meta, dict) or not {"token", "ranks", "facts", "rest"} <= meta.keys():
             raise files.CheckpointError(
-                f"{str(self._path / files.META)!r} must be lightning_scape's, got another file."
-            )
-        if meta["format"] > FORMAT:
-            raise files.CheckpointError(
-                f"{str(self._path)!r} is of a newer lightning_scape. Upgrade this installation."
+                f"{str(self._path / files.META)!r} must be this lightning_scape's, got another file."
             )
         return meta
 
@@ -539,7 +451,7 @@ class Directory:
                 ) from None
             self._open(number)
 
-    def _open(self, number: int) -> Any:
+    def _open(self, number: int) -> dict[str, Any]:
         """A rank's part, its tensors mapped: memory is used where they are read."""
         if number not in self._opened:
             part = files.read(self._name(number), self._weights_only, mmap=True)
@@ -548,14 +460,8 @@ class Directory:
                     f"{str(self._path)!r} must be one checkpoint, got {self._name(number).name} of another one. Load"
                     " another."
                 )
-            states = {where: _part_of(held) for where, held in part["states"].items()}
-            self._opened[number] = {"rng": part["rng"], "states": states}
-        return self._opened[number]
-
-    def _part(self, where: Where, number: int) -> Part:
-        part: Part = self._open(number)["states"][where]
-        return part
-
-
-def _part_of(held: Mapping[str, Any]) -> Part:
-    return Part(held["own"], {key: Chunk(tensor, *place) for key, (*place, tensor) in held["chunks"].items()})
+            for held in part["states"].values():
+                held.update({key: Chunk(*each) for key, each in held.items() if isinstance(each, tuple)})
+            self._opened[number] = part
+        found: dict[str, Any] = self._opened[number]
+        return found

@@ -12,7 +12,7 @@ import pickle
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,6 +31,8 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 _BROADCAST_BYTES = 1 << 26
 """Of a message, where tensors are broadcast."""
+_CARRIED_BYTES = 1 << 18
+"""Of a message of a checkpoint, which may travel beside a step."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag that no message has."""
 
@@ -280,13 +282,28 @@ class Communicator:
         """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank."""
         return self.all_gather(tensor.unsqueeze(0), kind).wait()
 
-    def gather(self, flat: Tensor, to: int) -> list[Tensor] | None:
-        """Every rank's ``flat`` (same length on all) on rank ``to``, None elsewhere; for checkpoints."""
-        if self.world_size == 1:
-            return [flat]
-        received = [torch.empty_like(flat) for _ in range(self.world_size)] if self.rank == to else None
-        dist.gather(flat.contiguous(), received, group=self.process_group, group_dst=to)
-        return received
+    def carry(self, sent: Iterable[Tensor], into: Sequence[Sequence[Tensor]], to: int, device: torch.device) -> None:
+        """Copies each rank's tensors to rank ``to``, in pieces that no other message waits for; for checkpoints.
+
+        Args:
+            sent: this rank's.
+            into: on rank ``to`` tensors of the same sizes for each rank, in host memory.
+            to: among the ranks.
+            device: by way of which they travel.
+        """
+        if self.rank != to:
+            for part in _in_parts(sent):
+                dist.send(part.to(device), group=self.process_group, group_dst=to)
+            return
+        for rank, tensors in enumerate(into):
+            mine = _in_parts(sent)
+            for part in _in_parts(tensors):
+                if rank == to:
+                    part.copy_(next(mine))
+                    continue
+                received = part.to(device)
+                dist.recv(received, group=self.process_group, group_src=rank)
+                part.copy_(received)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's small picklable ``value``, on every rank. Set-up only."""
@@ -314,6 +331,12 @@ class Communicator:
                 raise error
             if failure is not None:
                 raise failure from RuntimeError(f"raised on rank {rank}")
+
+
+def _in_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        if tensor.numel():
+            yield from bytes_of(tensor).split(_CARRIED_BYTES)
 
 
 def _portable(error: Exception | None) -> Exception | None:

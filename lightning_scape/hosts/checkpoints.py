@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, opened, whole_state
-from lightning_scape.checkpoint.shards import Directory, collect
+from lightning_scape.checkpoint.saver import RNG, opened
+from lightning_scape.checkpoint.shards import Directory, collect, whole_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
 from lightning_scape.hosts import generators, two_level
@@ -78,8 +78,9 @@ class TogetherSaved(CommonStrategy):
                 )
         if local is not None and local.is_dir():
             saved = Directory(local, ranks, weights_only, parts=optimizers)
-            rng = ranks.raise_on_all_ranks(lambda: saved.own_rng(ranks.rank, ranks.world_size) if optimizers else None)
-            return opened(saved), rng
+            same = optimizers and saved.ranks == ranks.world_size
+            rng = ranks.raise_on_all_ranks(lambda: saved.rng(ranks.rank) if same else None)
+            return opened(saved), rng or None
         content = ranks.raise_on_all_ranks(read)
         states = content.pop(RNG, []) if isinstance(content, dict) else []
         return content, states[ranks.rank] if len(states) == ranks.world_size else None

@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.saver import whole_state as whole_of
 from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
-    Part,
     SavedState,
     changed_options,
     check_groups,
     check_model,
     facts_of,
     of_blocks,
+    taken,
 )
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import flatten_like
@@ -99,14 +98,14 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> Ow
         "block_size": layout.block_size,
         "skipped": [engine.skips.in_row, engine.skips.total],
     }
-    return OwnState(shown, facts, Part({}, chunks))
+    return OwnState(shown, facts, chunks)
 
 
 def whole_state(saved: SavedState) -> dict[str, Any]:
     """A whole state, in host memory, as a file has it."""
-    facts, tensors = saved.facts, saved.tensors()
+    facts, tensors = saved.facts, saved.wholes()
 
-    def shaped(name: str, index: int) -> Tensor:
+    def shaped(name: str, index: int) -> Any:
         return tensors[f"{name}.{index}"].as_strided(facts["shapes"][index], facts["strides"][index])
 
     state = {}
@@ -116,7 +115,7 @@ def whole_state(saved: SavedState) -> dict[str, Any]:
         second = shaped("exp_avg_sq", index) if "exp_avg_sq" in facts["tensors"] else first.square()
         step = torch.tensor(float(facts["step"] - missed), dtype=torch.float32, device="cpu")
         state[index] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-    return saved.as_whole(state, tensors)
+    return {"state": state, **saved, METHOD: {"facts": facts, "tensors": tensors}}
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -162,25 +161,16 @@ def load(engine: Engine, state: ScapeState, given: Any, groups: Sequence[Mapping
         ValueError: the state is not of this model, or is damaged.
         OSError: a file cannot be read.
     """
-    if isinstance(given, SavedState) and given.facts["method"] != METHOD:
-        given = whole_of(given)
+    given = taken(given, METHOD)
     if not isinstance(given, SavedState):
-        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-            raise ValueError(
-                "An optimizer state must have `state` and `param_groups`, got"
-                f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another"
-                " state."
-            )
-        if METHOD not in given:
-            return _load_dense(engine, state, _by_number(given, engine.parameters), groups)
-        given = SavedState.of_whole(given, METHOD)
+        return _load_dense(engine, state, _by_number(given, engine.parameters), groups)
     return _load(engine, state, given, groups)
 
 
 def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
-    notes = check_model(facts, saved["param_groups"], parameters, groups)
-    notes += _frozen_since(facts["shapes"], parameters)
+    check_model(facts, saved["param_groups"], parameters, groups)
+    notes = _frozen_since(facts["shapes"], parameters)
     frozen_alike = facts["shapes"].keys() == set(parameters.indices)
     if config.wire_dtype is None and facts["config"].get("wire_dtype") is not None:
         config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire

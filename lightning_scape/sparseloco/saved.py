@@ -6,7 +6,8 @@ key                     on other ranks  what it is
 ``start.i``             the same        where all ranks set out from
 ``error.r.i``           the mean        error feedback
 ``parameters.r.i``      the mean        where the rank's inner steps have led
-``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state; its other values are facts of the rank
+``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state
+``own.r``               likewise        a dict: all else of the inner optimizer's state
 ======================= =============== ================================================================================
 
 Tensors of a parameter are flat, in its memory order, but for the inner optimizer's. Where several ranks hold a replica
@@ -25,11 +26,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_scape.checkpoint.saver import whole_state as whole_of
 from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
-    Part,
     SavedState,
     changed_options,
     check_groups,
@@ -37,6 +36,7 @@ from lightning_scape.checkpoint.shards import (
     facts_of,
     of_blocks,
     of_flats,
+    taken,
 )
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core import local_shards
@@ -124,6 +124,7 @@ def own_state(live: Live) -> OwnState:
     """This rank's part of the state: views."""
     state, parameters, rank = live.state, live.parameters, live.communicator.rank
     inner, chunks = _taken_apart(live.optimizer, f"inner.{rank}")
+    chunks[f"own.{rank * live.node.world_size + live.node.rank}"] = inner
     if rank == 0:  # all have the same
         chunks |= live.blocks("start", state.start)
     chunks |= live.blocks(f"error.{rank}", state.error)
@@ -138,16 +139,15 @@ def own_state(live: Live) -> OwnState:
         "step": live.progress["steps"],
         "progress": dict(live.progress),
     }
-    shown = {"param_groups": inner["param_groups"]}
-    return OwnState(shown, facts, Part(inner, chunks))
+    return OwnState({"param_groups": inner["param_groups"]}, facts, chunks)
 
 
-def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Chunk]]:
+def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """An optimizer's state dict with its tensors apart: ``tensors`` names them, by parameter. Small ones stay."""
     saved = optimizer.state_dict()
     state: dict[Any, Any] = {}
     tensors: dict[Any, list[str]] = {}
-    chunks = {}
+    chunks: dict[str, Any] = {}
     for index, entry in saved.pop("state").items():
         if not isinstance(entry, Mapping):  # what an optimizer keeps beside the parameters' states, such as a count
             state[index] = entry
@@ -164,12 +164,12 @@ def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str,
 
 def whole_state(saved: SavedState) -> dict[str, Any]:
     """A whole state, in host memory, as a file has it."""
-    tensors = saved.tensors()
-    inner = _put_together(saved.own(0), lambda index, name: tensors[f"inner.0.{index}.{name}"])
-    return {**inner, **saved.as_whole(inner["state"], tensors)}
+    tensors = saved.wholes()
+    inner = _put_together(tensors["own.0"], lambda index, name: tensors[f"inner.0.{index}.{name}"])
+    return {**inner, **saved, METHOD: {"facts": saved.facts, "tensors": tensors}}
 
 
-def _put_together(own: Mapping[str, Any], tensor: Callable[[Any, str], Tensor]) -> dict[str, Any]:
+def _put_together(own: Mapping[str, Any], tensor: Callable[[Any, str], Any]) -> dict[str, Any]:
     """The reverse of :func:`_taken_apart`."""
     state = {
         index: {**entry, **{name: tensor(index, name) for name in own["tensors"].get(index, ())}}
@@ -214,20 +214,12 @@ def load(live: Live, given: Any) -> Loaded:
         ValueError: the state is not of this model, is damaged, or does not fit the inner optimizer.
         OSError: a file cannot be read.
     """
-    if isinstance(given, SavedState) and given.facts["method"] != METHOD:
-        given = whole_of(given)
+    given = taken(given, METHOD)
     if not isinstance(given, SavedState):
-        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-            got = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
-            raise ValueError(
-                "The state must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got"
-                f" {got}. Load the model alone, or another checkpoint."
-            )
-        if METHOD not in given:
-            return _load_inner(live, given)
-        given = SavedState.of_whole(given, METHOD)
+        return _load_inner(live, given)
     saved, facts, state, ranks = given, given.facts, live.state, live.ranks
-    notes = _check(live, saved)
+    _check(live, saved)
+    notes = []
     rank, before = live.communicator.rank, facts["ranks"]
     saved.read_all(live.blocks("start", state.start))
     saved.read_of_ranks("error", live.blocks("error", state.error), rank, ranks)
@@ -247,8 +239,8 @@ def load(live: Live, given: Any) -> Loaded:
     return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], notes)
 
 
-def _check(live: Live, saved: SavedState) -> list[str]:
-    """Raises ValueError unless the state is of this model and this kind of optimizer. Returns warnings."""
+def _check(live: Live, saved: SavedState) -> None:
+    """Raises ValueError unless the state is of this model and this kind of optimizer."""
     facts, trained, kind = saved.facts, live.parameters.indices, type(live.optimizer).__name__
     if facts["optimizer"] != kind:
         raise ValueError(
@@ -260,7 +252,7 @@ def _check(live: Live, saved: SavedState) -> list[str]:
             f"The state must be of the {len(trained)} parameters that are trained now, got one of"
             f" {len(facts['shapes'])}: others were frozen. Freeze the same, or load the model alone."
         )
-    return check_model(facts, saved["param_groups"], live.parameters, live.optimizer.param_groups)
+    check_model(facts, saved["param_groups"], live.parameters, live.optimizer.param_groups)
 
 
 def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
@@ -268,10 +260,10 @@ def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
     facts = saved.facts
     replica = live.communicator.rank % facts["ranks"]
     same_node = facts["shards"] == live.node.world_size
-    own = saved.own(replica * facts["shards"] + (live.node.rank if same_node else 0))
+    own = saved.whole(f"own.{replica * facts['shards'] + (live.node.rank if same_node else 0)}")
     given = live.by_number
 
-    def tensor(index: Any, name: str) -> Tensor:
+    def tensor(index: Any, name: str) -> Any:
         key, parameter = f"inner.{replica}.{index}.{name}", given.get(index)
         first = next(saved.pieces(key), None)
         if first is None or not isinstance(parameter, DTensor) or first.length != len(parameter):
@@ -282,7 +274,8 @@ def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
         return _like(parameter, rows) if rest == parameter.shape[1:] else rows
 
     inner = _put_together(own, tensor)
-    return {**inner, "param_groups": _edited(own["param_groups"], saved.own(0)["param_groups"], saved["param_groups"])}
+    groups = _edited(own["param_groups"], saved.whole("own.0")["param_groups"], saved["param_groups"])
+    return {**inner, "param_groups": groups}
 
 
 def _like(parameter: DTensor, rows: Tensor) -> Tensor:
