@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_scape.core.ranges import timed_range
 from lightning_scape.scape.communicator import KINDS
 
-PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
+PHASES = ("wait", "norm", "mask", "sweep", "exchange", "update", "write", "launch")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The part of my shard in
 ``sweep`` comes after ``exchange`` has begun, while values travel."""
 

@@ -85,11 +85,9 @@ class Engine:
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
         """
-        stats = self._begin()
+        stats = self._begin()  # the mask that was made in the last step arrives
         with stats.phase("norm"):  # one scale for all ranks: the clipping factor; 0 if a gradient is not finite
             step = self._agree(groups, stats)
-        with stats.phase("wait"):  # the mask that was made in the last step arrives
-            stats.exchange_wait = self.masks.wait()
         with stats.phase("mask"):
             if self.masks.missing(step):  # the first sparse step ranks its own gradient, all of it
                 self.outgoing.fold(step)
@@ -158,7 +156,13 @@ class Engine:
             stats.skipped_total = self.skips.total
 
     def _settle_last_step(self) -> None:
-        """On CUDA the CPU learns now whether the last step was skipped."""
+        """The mask under way arrives; on CUDA the CPU learns whether the last step was skipped.
+
+        No message of a step begins before: two communicators of NCCL that are busy at once may wait for each other.
+        """
+        stats = self._next_stats
+        with stats.phase("wait"):
+            stats.exchange_wait += self.masks.wait()
         self.skips.settle()
         if self.skips.in_row:
             self.masks.drop_unproven()
@@ -191,7 +195,6 @@ class Engine:
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
-        self.masks.wait()
         self._settle_last_step()
         state = self.state or self.allocate()
         if state.master is not None:
