@@ -55,6 +55,12 @@ def test_from_optimizer_keeps_settings_by_reference() -> None:
     assert (second["lr"], second["betas"], second["eps"], second["weight_decay"]) == (0.25, (0.9, 0.999), 1e-8, 0.125)
 
 
+def test_parameters_that_share_memory_are_refused() -> None:
+    whole = nn.Parameter(torch.zeros(40))
+    with pytest.raises(ValueError, match="must not share memory, got parameter 0 and parameter 1, which do"):
+        ScapeOptimizer([whole, nn.Parameter(whole.detach()[8:])], config=ScapeConfig())
+
+
 def test_adam_with_l2_decay_is_refused() -> None:
     with pytest.raises(ValueError, match="`weight_decay` of Adam must be 0, got 0.1"):
         ScapeOptimizer.from_optimizer(torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig())
