@@ -1,50 +1,43 @@
-"""What the strategies of both hosts do alike: options, how ranks are started and meet, where checkpoints go."""
+"""What a strategy of either host holds: its options, the ranks, their words, checkpoints. Knows neither host."""
 
 from __future__ import annotations
 
 import math
 import sys
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import Communicator, group_beside, is_distributed, world_size
+from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
 from lightning_scape.core.method import Method, find, method_of
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.hosts import buffers, registration, setup, two_level
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.hosts.private_names import Opened, WrappingIO
+from lightning_scape.hosts import buffers, setup, two_level
+from lightning_scape.hosts.checkpoints import Checkpoints, StateDictType
 from lightning_scape.hosts.words import Words
 
-StateDictType = Literal["full", "sharded"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _HEARD_WITHIN = 8
 """Batches after which a word of all ranks is heard at the latest."""
 
 
-class CommonStrategy(Opened):
-    """A base of a strategy of either host, beside the host's DDPStrategy and before it.
+class Common:
+    """MethodStrategy and FabricMethodStrategy say what its options are.
 
-    MethodStrategy and FabricMethodStrategy say what its options are.
+    Args:
+        strategy: that holds it, not yet made.
     """
-
-    method: ClassVar[str | None] = None
-    """Name of the method, if the strategy is for one only."""
 
     def __init__(
         self,
+        strategy: Any,
         config: Any,
         options: Mapping[str, Any],
         *,
@@ -52,132 +45,66 @@ class CommonStrategy(Opened):
         async_save: bool,
         checkpoint_io: CheckpointIO | None,
         timeout: timedelta | float | None,
-        **host: Any,
     ) -> None:
         refuse_options_of_ddp(options)
-        self.config = setup.resolve_config(self.method, config, options)
-        self._method = method_of(self.config)
-        self._nodes = two_level.Nodes(self.config)
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(
-                '`state_dict_type` must be "full" (one file) or "sharded" (a directory), got'
-                f' {state_dict_type!r}. Use "full" if unsure.'
-            )
-        self._sharded, self._saver = state_dict_type == "sharded", Saver(async_save)
+        self.config = setup.resolve_config(strategy.method, config, options)
+        self.method = method_of(self.config)
+        self.nodes = two_level.Nodes(self.config)
+        self.checkpoints = Checkpoints(state_dict_type, async_save, self.nodes)
+        self.checkpoints.check_io(checkpoint_io)
+        self.timeout = as_timeout(timeout)
+        self.words = Words(None, 1)
+        """Of all ranks, once they have met."""
         self._alike: dict[str, Any] = {
             "lightning_scape's version": __version__,
-            "method": self._method.name,
+            "method": self.method.name,
             "state_dict_type": state_dict_type,
             "async_save": async_save,
         }
         """By these ranks choose their messages, so they must be the same on all."""
-        self._words = Words(None, 1)
-        """Of all ranks, once they have met."""
-        self._check_saving(checkpoint_io)
-        self.patience = as_timeout(timeout)
-        super().__init__(checkpoint_io=checkpoint_io, timeout=self.patience, **host)  # type: ignore[call-arg]
 
-    def __repr__(self) -> str:
-        """As a call: the first option, and those that differ from their defaults."""
+    def call_of(self, strategy: object) -> str:
+        """The strategy as a call: the first option, and those that differ from their defaults."""
         first, defaults = fields(self.config)[0].name, vars(type(self.config)())
         given = {name: value for name, value in vars(self.config).items() if name == first or value != defaults[name]}
-        return f"<{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})>"
+        return f"{type(strategy).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Called by Lightning for each strategy that it knows."""
-        if cls.method is not None:
-            registration.register_in(strategy_registry, cls.method, cls)
-
-    # -------------------------------------------------------------------------------------------- how ranks meet
-
-    @override
-    def before_launch(self, start_method: str) -> None:
-        check_start_method(type(self).__name__, self._method.name, start_method)
-
-    def setup_environment(self) -> None:
-        """As the host's, after a check of the number of ranks."""
-        host: Any = self
-        check_ranks(host.num_processes * host.num_nodes)
-        super().setup_environment()  # type: ignore[misc]
-
-    def setup_distributed(self) -> None:
-        """Starts the process group as the host does, and those beside it."""
-        host: Any = self
-        super().setup_distributed()  # type: ignore[misc]
+    def meet(self, strategy: Any) -> None:
+        """When the process group is up: makes those beside it. Collective."""
         check_same_setup(Communicator(), self._alike)
-        self._nodes.set_up(host.num_processes, host.root_device)
+        self.nodes.set_up(strategy.num_processes, strategy.root_device)
 
-    def _new_words(self) -> Words:
+    def new_words(self, strategy: Any) -> Words:
         """For a run: those of an earlier one may have been left unheard. Collective."""
-        lag = min(self._method.steps_apart(self.config), _HEARD_WITHIN)
-        host: Any = self
+        lag = min(self.method.steps_apart(self.config), _HEARD_WITHIN)
         # On CUDA the host is a step ahead of the device.
-        self._words = Words.beside(max(lag, 2) if host.root_device.type == "cuda" else lag)
-        return self._words
+        self.words = Words.beside(max(lag, 2) if strategy.root_device.type == "cuda" else lag)
+        return self.words
 
-    def _put_under_method(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
-        """Attaches one of the user's optimizers."""
-        if (former := find(optimizer)) is not None and not isinstance(former, self._method):  # of another fit
+    def attach(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
+        """Puts one of the user's optimizers under the method. Collective."""
+        if (former := find(optimizer)) is not None and not isinstance(former, self.method):  # of another fit
             former.close()
-        return self._method.attach(optimizer, self._nodes.config, named, self._nodes.process_group)
+        return self.method.attach(optimizer, self.nodes.config, named, self.nodes.process_group)
 
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
-
-    # ------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        io = self.given_io
-        if io is None:
-            self.given_io = io = ScapeCheckpointIO()
-        elif isinstance(io, WrappingIO):  # which keeps the one it was given, if any
-            io.checkpoint_io = ScapeCheckpointIO()
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._check_saving(io)
-        self.given_io = io
-
-    def _check_saving(self, io: CheckpointIO | None) -> None:
-        if self._sharded and io is not None:
-            raise ValueError(
-                f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(io).__name__}: each rank'
-                " writes its own part of a directory. To save in the background, set `async_save=True`."
-            )
-        if self._saver.asynchronous and isinstance(io, AsyncCheckpointIO):
-            raise ValueError(
-                "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"
-                " told too late. Leave it out: `async_save` writes in the background, and collects there, too."
-            )
-
-    def before_save(self) -> None:
-        """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
-        self._words.before_save()
-        self._make_alike()
-
-    def _make_alike(self) -> None:
+    def make_alike(self, modules: Iterable[Module], methods: Iterable[Method]) -> None:
         """Before a validation, a save and the end: rank 0's buffers for all, and equal replicas. Collective."""
-        modules, methods = self.trained()
         buffers.share(modules)
         for each in methods:
             each.check_replicas()
 
-    @abstractmethod
-    def trained(self) -> tuple[list[Module], list[Method]]:
-        """The modules in training, and the methods of their optimizers."""
 
-    def wait_for_checkpoint(self) -> None:
-        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._saver.wait()
+def register(strategy: Any, registry: Any) -> None:
+    """Registers a strategy of one method under its names, ``"scape"`` and ``"scape_notebook"``.
 
-    def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(group_beside(None, "checkpoint"))
+    What has them already stays, as that of ``litgpt-scape``.
+    """
+    method = strategy.method
+    if method is not None and method not in registry:
+        what = f"lightning_scape's method {method!r}"
+        registry.register(method, strategy, description=what)
+        notebooks = f"{what}; processes are forked, for notebooks"
+        registry.register(f"{method}_notebook", strategy, description=notebooks, start_method="fork")
 
 
 # ------------------------------------------------------------------------------------- how ranks are started, options
@@ -198,7 +125,7 @@ def check_start_method(strategy: str, method: str, start_method: str) -> None:
         raise ValueError(
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
-            f" `strategy=\"{registration.notebook(method)}\"` or `{strategy}(start_method='fork')`, or run a script."
+            f" `strategy=\"{method}_notebook\"` or `{strategy}(start_method='fork')`, or run a script."
         )
 
 
@@ -234,29 +161,17 @@ def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
     return timeout
 
 
-_OF_DDP = {
-    "find_unused_parameters": "the backward pass waits for no parameter's gradient",
-    "static_graph": "the backward pass sends nothing",
-    "gradient_as_bucket_view": "there are no buckets",
-    "bucket_cap_mb": "there are no buckets",
-    "ddp_comm_hook": "the strategy's own options say what is sent",
-    "ddp_comm_state": "the strategy's own options say what is sent",
-    "ddp_comm_wrapper": "the strategy's own options say what is sent",
-    "model_averaging_period": "the strategy sees to it that ranks' parameters are equal",
-    "init_sync": "parameters and buffers are always made equal at the start",
-    "check_reduction": "the strategy checks its own messages",
-    "mixed_precision": "the Trainer's `precision` says it",
-    "skip_all_reduce_unused_params": "parameters without a gradient cost nothing",
-    "delay_all_reduce_named_params": "the backward pass sends nothing",
-    "param_to_hook_all_reduce": "the backward pass sends nothing",
-}
-"""DDP's options, and why they are not needed."""
+_OF_DDP = (
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_comm_hook"),
+    *("ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "init_sync", "check_reduction"),
+    *("mixed_precision", "skip_all_reduce_unused_params", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+)
 
 
 def refuse_options_of_ddp(options: Mapping[str, Any]) -> None:
     """Raises ``TypeError`` where options of DDP are given that have no meaning here."""
-    for name in options.keys() & _OF_DDP.keys():
+    if found := [name for name in _OF_DDP if name in options]:
         raise TypeError(
-            f"`{name}` is an option of DDP's and must be left out, got {options[name]!r}. It is not needed here:"
-            f" {_OF_DDP[name]}."
+            f"`{found[0]}` is an option of DDP's and must be left out, got {options[found[0]]!r}. It is not needed"
+            " here: the backward pass sends nothing, and the strategy's own options say what a step sends."
         )

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.checkpoint.saver import Saver
+from lightning_scape.checkpoint.shards import collect, whole_state
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, find_all
+from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import setup, two_level
-from lightning_scape.hosts.checkpoints import FabricCheckpoints
-from lightning_scape.hosts.common import StateDictType
-from lightning_scape.hosts.private_names import BackwardSyncControl
+from lightning_scape.hosts.checkpoints import StateDictType
+from lightning_scape.hosts.common import Common, StartMethod, check_ranks, check_start_method, register
+from lightning_scape.hosts.private_names import BackwardSyncControl, LaunchingFabrics, check_strictly
+from lightning_scape.hosts.schedulers import Restored
 
 
-class FabricMethodStrategy(FabricCheckpoints):
+class FabricMethodStrategy(DDPStrategy):
     """Training by a method, the one that ``config`` is of: ``FabricMethodStrategy(SparseLoCoConfig(sync_every=9))``.
 
     ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal and
@@ -77,7 +87,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         **options: Any,
@@ -87,30 +97,56 @@ class FabricMethodStrategy(FabricCheckpoints):
                 f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
                 " know it."
             )
+        saving: Any = {"state_dict_type": state_dict_type, "async_save": async_save, "checkpoint_io": checkpoint_io}
+        self._common = Common(self, config, options, timeout=timeout, **saving)
         super().__init__(
-            config,
-            options,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=self._common.timeout,
             start_method=start_method,
         )
-        self.hold_back_by(_GradientSync())
+        self.config = self._common.config
+        self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
+        self._backward_sync_control = _GradientSync()
         self.total_steps = total_steps
         self.known = Known()
         """What was set up with this strategy."""
 
+    def __repr__(self) -> str:
+        return f"<{self._common.call_of(self)}>"
+
+    @classmethod
     @override
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
-        self._new_words()
-        atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register(cls, strategy_registry)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    @override
+    def _configure_launcher(self) -> None:
+        check_start_method(type(self).__name__, self._common.method.name, self._start_method)
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = LaunchingFabrics(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
+
+    @override
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._common.meet(self)
+        self._common.new_words(self)
+        atexit.register(_finish, weakref.ref(self._checkpoints.saver))  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
 
@@ -141,7 +177,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         self._nodes.follow_replaced(optimizer)
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
-        self._put_under_method(optimizer, named)
+        self._common.attach(optimizer, named)
         self.known.add_optimizer(optimizer)
         return optimizer
 
@@ -151,9 +187,9 @@ class FabricMethodStrategy(FabricCheckpoints):
         if untold := self.known.untold():
             self._tell(untold)
         setup.check_attached(optimizer)
-        self._words.end_batch(stepped=True)  # of the step before
-        self._words.begin_batch()
-        with self._words.explaining():
+        self._common.words.end_batch(stepped=True)  # of the step before
+        self._common.words.begin_batch()
+        with self._common.words.explaining():
             result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):
             if method.steps == self.total_steps:
@@ -165,7 +201,7 @@ class FabricMethodStrategy(FabricCheckpoints):
             rank_zero_info(each.summary())
         if (
             self.total_steps is None
-            and not self._method.exchanges_every_step
+            and not self._common.method.exchanges_every_step
             and self.world_size > self._nodes.config.local_group_size
         ):
             rank_zero_info(f"The number of steps is not known: {self.how_to_end}")
@@ -176,9 +212,8 @@ class FabricMethodStrategy(FabricCheckpoints):
             method.finish()
         self._make_alike()
 
-    @override
-    def trained(self) -> tuple[list[Module], list[Method]]:
-        return list(self.known.modules), self.known.methods()
+    def _make_alike(self) -> None:
+        self._common.make_alike(list(self.known.modules), self.known.methods())
 
     @override
     def teardown(self) -> None:
@@ -207,12 +242,12 @@ class FabricMethodStrategy(FabricCheckpoints):
         CPU at once, on CUDA in the next step or checkpoint, so that the host does not wait; this step is skipped. This
         rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
         """
-        if not self._method.clips:
+        if not self._common.method.clips:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of the node's gradient
         if float(norm_type) != 2.0:
             raise ValueError(
-                f"`norm_type` must be 2 under {self._method.title}, got {norm_type!r}: no rank holds the averaged"
+                f"`norm_type` must be 2 under {self._common.method.title}, got {norm_type!r}: no rank has the averaged"
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
@@ -220,7 +255,7 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        if not self._method.clips:
+        if not self._common.method.clips:
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         setup.refuse_to_clip_by_value(f"clip_val={clip_val}")
@@ -233,6 +268,99 @@ class FabricMethodStrategy(FabricCheckpoints):
         for method in self.known.methods():
             method.weights_loaded()
 
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = self._checkpoints.io_of(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoints.check_io(io)
+        self._checkpoint_io = io
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._checkpoints.saver.wait()
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> Any:
+        """For the user, and so whole: on rank 0, and empty on the others."""
+        if (method := find(optimizer)) is None:
+            return super().get_optimizer_state(optimizer)
+        whole = collect(method.own_state(), self._checkpoints.ranks(), torch.device("cpu"))
+        return {} if whole is None else whole_state(whole)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._common.words.before_save()
+        self._make_alike()
+        methods, late = {name: find(value) for name, value in state.items()}, dict(filter or {})
+        early = {name: late.pop(name) for name in [*late] if methods.get(name) is None}
+
+        def dump() -> dict[str, Any]:
+            own = {name: method.own_state() for name, method in methods.items() if method is not None}
+            return self._convert_stateful_objects_in_state({**_with_stand_ins(state), **own}, early)
+
+        content = Communicator().raise_on_all_ranks(dump)
+
+        def write(whole: dict[str, Any], path: Any) -> None:
+            for name, keep in late.items():  # of an optimizer, whose state was not there to be filtered
+                kept = {key: value for key, value in whole.pop(name).items() if keep(key, value)}
+                whole |= {name: kept} if kept else {}
+            self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
+
+        special = storage_options is not None or filter is not None
+        self._checkpoints.save(content, self.broadcast(str(path)), special, write)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
+        read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
+        content, rng = self._checkpoints.load(path, read, weights_only, ours)
+        if not state:
+            return content
+        self._take_up(content, state, strict)
+        if rng is not None and ours:
+            set_rng_state(rng)
+        return content if isinstance(state, dict) else {}
+
+    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
+        """Loads a checkpoint's content into what was given for it, as Lightning does, and removes it there."""
+        if not isinstance(state, dict):
+            self._load_into(state, content, strict)
+            return
+        check_strictly(state.keys(), content.keys(), strict=strict)
+        given = _with_stand_ins(state).items()
+        for name, value in sorted(given, key=lambda each: find(each[1]) is not None):  # who sets parameters is last
+            if name not in content:
+                continue
+            if isinstance(value, (Module, Optimizer, Stateful)):
+                self._load_into(value, content.pop(name), strict)
+            else:
+                state[name] = content.pop(name)
+
+    def _load_into(self, value: Any, saved: Any, strict: bool) -> None:
+        if isinstance(value, Module):
+            self.load_module_state_dict(value, saved, strict=strict)
+        else:
+            (find(value) or value).load_state_dict(saved)
+
     # ------------------------------------------------------------------------------------------------- the end
 
     def request_stop(self) -> None:
@@ -240,12 +368,12 @@ class FabricMethodStrategy(FabricCheckpoints):
 
         All ranks hear it in the same step: see :attr:`stop_requested`.
         """
-        self._words.stop = True
+        self._common.words.stop = True
 
     @property
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
-        return self._words.stop_heard
+        return self._common.words.stop_heard
 
 
 class Known:
@@ -302,6 +430,11 @@ class Known:
         untold = set(self._numbers) - set(self._told)
         self._told |= untold
         return find_all(untold)
+
+
+def _with_stand_ins(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state, with stand-ins for schedulers that give and take data only."""
+    return {name: Restored(value) if isinstance(value, LRScheduler) else value for name, value in state.items()}
 
 
 def _check_optimizer(given: object) -> None:

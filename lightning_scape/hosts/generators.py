@@ -85,5 +85,5 @@ def _validation_was_due(trainer: Trainer) -> bool:
 def attach(trainer: Trainer, saved: Mapping[str, Any]) -> Generators:
     """While a fit takes up a checkpoint: before all other callbacks, which may draw."""
     guest = Generators(saved)
-    guests.callbacks_of(trainer).insert(0, guest)
+    guests.insert_first(trainer, guest)
     return guest

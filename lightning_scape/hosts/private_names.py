@@ -1,4 +1,4 @@
-"""Private names of Lightning's, each with the reason: no other file of the package uses one.
+"""Private names of Lightning's, each with the reason. No other file uses one, but for what a strategy inherits.
 
 Those of torch's, which layers below the hosts need, stand in core/private_names.py.
 """
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-import lightning.fabric.strategies as of_fabric
-import lightning.pytorch.strategies as of_trainer
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricsLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.init import _materialize_distributed_module
@@ -21,7 +18,6 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as TrainersLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
 BackwardSyncControl = _BackwardSyncControl
 """Fabric asks it to hold gradients back; without one, Fabric warns in each accumulation."""
@@ -95,62 +91,3 @@ class LaunchingTrainers(Launching, TrainersLauncher):
 
 class LaunchingFabrics(Launching, FabricsLauncher):
     """Fabric's launcher."""
-
-
-class Opened:
-    """A base of a strategy of either host: private members of both, under public names."""
-
-    launcher_of_many: Any
-    _start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    _checkpoint_io: CheckpointIO | None
-
-    def before_launch(self, start_method: str) -> None:
-        """Called before the launcher is chosen, which starts the ranks: the place for an error in one process."""
-
-    def _configure_launcher(self) -> None:
-        self.before_launch(self._start_method)
-        super()._configure_launcher()  # type: ignore[misc]
-        if self._start_method != "popen":
-            self._launcher = self.launcher_of_many(self, start_method=self._start_method)
-
-    @property
-    def given_io(self) -> CheckpointIO | None:
-        """The plugin that was given, or set by now: the hosts look at this, and refuse a second one."""
-        return self._checkpoint_io
-
-    @given_io.setter
-    def given_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-
-class OpenedTrainers(Opened, of_trainer.DDPStrategy):
-    """DDPStrategy of the Trainer."""
-
-    launcher_of_many = LaunchingTrainers
-
-    @property
-    def layer_sync(self) -> Any:
-        """What ``Trainer(sync_batchnorm=True)`` puts there."""
-        return self._layer_sync
-
-
-class OpenedFabrics(Opened, of_fabric.DDPStrategy):
-    """DDPStrategy of Fabric, which has no public place to set up the process group, as the Trainer's has."""
-
-    launcher_of_many = LaunchingFabrics
-
-    @override
-    def _setup_distributed(self) -> None:
-        self.setup_distributed()
-
-    def setup_distributed(self) -> None:
-        """Starts the process group."""
-        super()._setup_distributed()
-
-    def hold_back_by(self, control: BackwardSyncControl) -> None:
-        """Has Fabric's ``no_backward_sync`` ask it."""
-        self._backward_sync_control = control
-
-    def as_states(self, state: dict[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """The states of modules, optimizers and other stateful objects, as Fabric saves them."""
-        return self._convert_stateful_objects_in_state(state, filter=dict(filter))

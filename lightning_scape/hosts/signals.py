@@ -19,8 +19,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_scape.core.method import find_all
 from lightning_scape.hosts import guests
-from lightning_scape.hosts.private_names import BROADCAST, REQUEUE_HANDLER, SIGTERM_HANDLER, accumulates, signals
+from lightning_scape.hosts.private_names import (
+    BROADCAST,
+    REQUEUE_HANDLER,
+    SIGTERM_HANDLER,
+    accumulates,
+    signals,
+    skips_backward,
+)
 from lightning_scape.hosts.run_length import ends_epoch
 from lightning_scape.hosts.words import Words
 
@@ -66,8 +74,12 @@ class Signals(guests.Guest):
 
     # ------------------------------------------------------------------------------------------- batches
 
-    def before_batch(self, trainer: Trainer) -> None:
+    def before_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """Says the word, once the batch is there. An epoch's end in which others do not step is heard at once."""
+        if batch_idx == 0 and skips_backward(trainer):
+            # An epoch of StochasticWeightAveraging without steps: each rank's own average is in place, and BatchNorm's
+            # statistics are measured with it.
+            end_windows(trainer)
         self._words.begin_batch(last=ends_epoch(trainer))
         loop = trainer.fit_loop.epoch_loop
         if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
@@ -157,6 +169,31 @@ class Signals(guests.Guest):
             for name in names:
                 vars(owner).pop(name, None)
         self._silenced.clear()
+
+
+class End(guests.Guest):
+    """The Trainer's first callback: ends an open window before others write an average of all steps into the module.
+
+    In an open window the average would count as learned, and the exchange would send only its largest entries.
+
+    Args:
+        words: of all ranks. They say one at the end: a rank that saves alone then waits for it.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._words.say()
+        self._words.hear()
+        end_windows(trainer)
+
+
+def end_windows(trainer: Trainer) -> None:
+    """Makes all ranks hold the same parameters, what was written last included. Collective."""
+    for method in find_all(trainer.optimizers):
+        method.finish()
 
 
 def _say_nothing(*_: Any) -> None:

@@ -10,44 +10,36 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.comm.collectives import leave_groups
-from lightning_scape.core.method import find, find_all
-from lightning_scape.hosts import ending, guests, last_window, setup, signals, two_level
-from lightning_scape.hosts.checkpoints import TrainerCheckpoints
-from lightning_scape.hosts.common import StateDictType
-from lightning_scape.hosts.private_names import NoOptimizer
+from lightning_scape.checkpoint import files
+from lightning_scape.comm.collectives import Communicator, leave_groups
+from lightning_scape.core.method import Method, find, find_all
+from lightning_scape.hosts import generators, guests, setup, signals, two_level
+from lightning_scape.hosts.checkpoints import ConnectorOfAll, StateDictType
+from lightning_scape.hosts.common import Common, StartMethod, check_ranks, check_start_method, register
+from lightning_scape.hosts.private_names import LaunchingTrainers, NoOptimizer
 from lightning_scape.hosts.run_length import steps_of_run
-
-_OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
-
-
-def _check_callbacks(trainer: Trainer) -> None:
-    """Raises ``ValueError`` for callbacks that a sharded module cannot have."""
-    callbacks = guests.callbacks_of(trainer)
-    if found := [type(each).__name__ for each in callbacks if isinstance(each, _OF_WHOLE_PARAMETERS)]:
-        raise ValueError(
-            f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs"
-            " whole ones. Leave it out, or leave out `local_group_size`."
-        )
+from lightning_scape.hosts.schedulers import with_live
 
 
-class MethodStrategy(TrainerCheckpoints):
+class MethodStrategy(DDPStrategy):
     """Training by a method, the one that ``config`` is of: ``MethodStrategy(SparseLoCoConfig(sync_every=30))``.
 
     For every method: in training each rank has buffers of its own (BatchNorm's statistics, and what else a module
@@ -75,6 +67,9 @@ class MethodStrategy(TrainerCheckpoints):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
+    method: ClassVar[str | None] = None
+    """Name of the method, if the strategy is for one only."""
+
     def __init__(
         self,
         config: Any = None,
@@ -86,47 +81,88 @@ class MethodStrategy(TrainerCheckpoints):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         **options: Any,
     ) -> None:
+        saving: Any = {"state_dict_type": state_dict_type, "async_save": async_save, "checkpoint_io": checkpoint_io}
+        self._common = Common(self, config, options, timeout=timeout, **saving)
         super().__init__(
-            config,
-            options,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=self._common.timeout,
             start_method=start_method,
         )
-        self._interrupted = False
+        self.config = self._common.config
+        self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
+        self._methods: list[Method] = []
+        """Of the fit's optimizers."""
+        self._fitting = self._interrupted = False
+        self._steps: float | None = None
+        """Steps of the run, if known; set when the training starts."""
         self._signals: signals.Signals | None = None
+        self._connector = ConnectorOfAll()
+        self._saved_rng: Any = None
+        self._generators: generators.Generators | None = None
 
-    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """What Lightning copies and pickles of a strategy, without what belongs to this process."""
+        return {**vars(self), "_methods": [], "_fitting": False}
+
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy if the Trainer is not of the package we extend."""
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules
         remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
-        return super().__repr__()[:-1] + f"{remedy}>"
+        return f"<{self._common.call_of(self)}{remedy}>"
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register(cls, strategy_registry)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    @property
+    def _module(self) -> LightningModule:
+        """The user's module; there is one in a fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ------------------------------------------------------------------------------------------------- the set-up
+
+    @override
+    def _configure_launcher(self) -> None:
+        check_start_method(type(self).__name__, self._common.method.name, self._start_method)
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = LaunchingTrainers(self, start_method=self._start_method)
 
     @override
     def setup_environment(self) -> None:
+        check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
             self._connector.attach(trainer := self.lightning_module.trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 guests.detach(trainer)
-                self._signals = signals.Signals(trainer, self._new_words())
+                self._signals = signals.Signals(trainer, self._common.new_words(self))
                 guests.insert(trainer, self._signals)
-                last_window.attach(trainer, self._words)
+                guests.insert_first(trainer, signals.End(self._common.words))
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        self._common.meet(self)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -138,9 +174,9 @@ class MethodStrategy(TrainerCheckpoints):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            _check_callbacks(trainer)
-        if fitting and self.layer_sync:
-            self.model = self.layer_sync.apply(self.model)
+            guests.check_sharded(trainer)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         # For evaluation too: the model may not fit on one rank.
         self._nodes.shard(self.model, self.root_device, self.precision_plugin.precision)
@@ -158,47 +194,29 @@ class MethodStrategy(TrainerCheckpoints):
         return super().tensor_init_context(empty_init)
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        if self._nodes.several:
-            return two_level.without_gradient_sync(self._module)
-        return nullcontext()
+    def configure_ddp(self) -> None:
+        """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
+        model = self.model
+        assert model is not None
+        setup.start_equal(model)
+        if not hasattr(model, "no_sync"):  # DDP's wrapper has it; here nothing is sent in the backward pass
+            model.no_sync = functools.partial(_without_sync, self._module)  # type: ignore[assignment]
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        trainer, methods = self._module.trainer, self._attached
-        if not methods:
-            return
-        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
-        # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
-        self._steps = steps_of_run(trainer)
-        for each in methods:
-            rank_zero_info(each.summary())
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        for each in self._attached:  # not where the host steps: a module may step an optimizer that it has kept
-            each.announce_batch(self._module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        assert self._signals is not None
-        last_window.end_before_statistics(self._module.trainer, batch_idx)
-        self._signals.before_batch(self._module.trainer)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        method = find(optimizer)
-        if self._nodes.several and not self._module.automatic_optimization:
-            two_level.check_gradients_arrived(self._module)
-        if not isinstance(optimizer, NoOptimizer):
-            setup.check_attached(optimizer)
-        with self._words.explaining():
-            result = super().optimizer_step(optimizer, *args, **kwargs)
-        if method is None:
-            return result
-        # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
-        if self._module.automatic_optimization and self._steps == self._module.global_step + 1:
-            method.finish()
-        return result
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Puts the user's optimizers under the method. Collective; also in mid-training, after a change of theirs."""
+        self._fitting = False  # until it is known that all ranks have built the same
+        Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
+        setup.check_alike(given := [each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        self._fitting = True
+        if not self._common.method.exchanges_every_step:
+            setup.check_apart(given)
+        before = {id(each.optimizer): each for each in self._methods}
+        for gone in [each for each in self._methods if not any(each.optimizer is one for one in given)]:
+            gone.finish()
+            gone.close()
+        named = list(self._module.named_parameters())
+        self._methods = [before.get(id(each)) or self._common.attach(each, named) for each in given]
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -206,19 +224,85 @@ class MethodStrategy(TrainerCheckpoints):
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision):
             plugin.scaler = setup.sharded_scaler(plugin.scaler)
-        if not self._method.clips:  # each rank clips its own gradient, as the plugin does it
+        if not self._common.method.clips:  # each rank clips its own gradient, as the plugin does it
             return
         # Lightning asks the plugin to clip and never the strategy. The plugin's class must keep its name, under which
         # checkpoints hold the scaler's state.
         plugin.clip_gradients = setup.clip_gradients  # type: ignore[method-assign]
 
+    # ------------------------------------------------------------------------------------------------- the training
+
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._nodes.several:
-            checkpoint = {**checkpoint, "state_dict": two_level.rows(self._module, checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
-        for each in find_all(self.optimizers):
-            each.weights_loaded()
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if not self._methods:
+            return
+        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
+        # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
+        self._steps = steps_of_run(self._module.trainer)
+        for each in self._methods:
+            rank_zero_info(each.summary())
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._module.trainer.training:
+            self._begin_batches()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        trainer = self._module.trainer
+        for each in self._methods:  # not where the host steps: a module may step an optimizer that it has kept
+            each.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        assert self._signals is not None
+        self._signals.before_batch(trainer, batch_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
+        return super().training_step(*args, **kwargs)
+
+    def _begin_batches(self) -> None:
+        if self._generators is not None:
+            self._generators.begin_batches()
+            self._generators = None
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return two_level.without_gradient_sync(self._module) if self._nodes.several else nullcontext()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._nodes.several and not self._module.automatic_optimization:
+            two_level.check_gradients_arrived(self._module)
+        if not isinstance(optimizer, NoOptimizer):
+            setup.check_attached(optimizer)
+        with self._common.words.explaining():
+            result = super().optimizer_step(optimizer, *args, **kwargs)
+        method = find(optimizer)
+        # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
+        last = self._module.automatic_optimization and self._steps == self._module.global_step + 1
+        if method is not None and last:
+            method.finish()
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._make_alike()
+
+    @override
+    def on_train_end(self) -> None:
+        """Ends what has begun: every rank leaves the fit with the same parameters."""
+        for each in self._methods:
+            each.finish()
+        super().on_train_end()
+        self._make_alike()
+
+    def _make_alike(self) -> None:
+        if self._fitting:
+            self._common.make_alike([self._module], self._methods)
 
     # ------------------------------------------------------------------------------------------------- the end
 
@@ -231,18 +315,28 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def teardown(self) -> None:
-        # After an exception other ranks may never send what this one would wait for.
-        waits = () if self._interrupted else (self._drain,)
-        saved = functools.partial(self._saver.finish, raising=not self._interrupted)
-        parts = (*waits, self._end_attachment, saved, self._put_back, self._tear_down)
-        ending.run_all(parts, self._interrupted)
+        # After an exception the user must see it, and other ranks may never send what this one would wait for.
+        quiet = suppress(Exception) if self._interrupted else nullcontext()
+        with quiet, ExitStack() as parts:  # from the last one to the first, whatever becomes of each
+            parts.callback(self._tear_down)
+            parts.callback(self._put_back)
+            parts.callback(self._checkpoints.saver.finish, raising=not self._interrupted)
+            parts.callback(self._end_fit)
+            for each in () if self._interrupted else self._methods:
+                parts.callback(each.drain)
 
-    def _drain(self) -> None:
-        for each in self._attached:
-            each.drain()
+    def _end_fit(self) -> None:
+        """The user's optimizers are torch's again. Sends nothing; a checkpoint may still be saved."""
+        self._fitting = False
+        for each in self._methods:
+            each.give_back()
+        self._methods, self._steps = [], None
 
     def _put_back(self) -> None:
-        """Puts the Trainer's own parts back."""
+        """Puts the Trainer's and the module's own parts back."""
+        module = self.lightning_module
+        if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
+            del module.no_sync
         if self._signals is not None:
             guests.detach(self._module.trainer)
             self._signals = None
@@ -258,3 +352,86 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = self._checkpoints.io_of(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoints.check_io(io)
+        self._checkpoint_io = io
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._nodes.several  # before, a module on the meta device has no memory
+
+    def before_save(self) -> None:
+        """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
+        self._common.words.before_save()
+        self._make_alike()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes, by way of hooks
+        method = find(optimizer)
+        return super().optimizer_state(optimizer) if method is None else method.own_state()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+
+        def write(content: dict[str, Any], path: Any) -> None:
+            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
+
+        self._checkpoints.save(checkpoint, self.broadcast(str(filepath)), storage_options is not None, write)
+        if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
+            self.wait_for_checkpoint()
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._checkpoints.saver.wait()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        checkpoint, self._saved_rng = self._checkpoints.load(checkpoint_path, read, weights_only)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._nodes.several:
+            checkpoint = {**checkpoint, "state_dict": two_level.rows(self._module, checkpoint["state_dict"])}
+        super().load_model_state_dict(checkpoint, strict=strict)
+        for each in find_all(self.optimizers):
+            each.weights_loaded()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            (find(optimizer) or optimizer).load_state_dict(saved)
+        # Lightning hands these on to the schedulers next.
+        states = checkpoint.get("lr_schedulers", [])
+        for place, (config, state) in enumerate(zip(self.lr_scheduler_configs, states, strict=False)):
+            states[place] = with_live(config.scheduler, state)
+        rng, self._saved_rng = self._saved_rng, None
+        self._generators = None if rng is None else generators.attach(self._module.trainer, rng)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        remove = functools.partial(super().remove_checkpoint, files.local_path(filepath) or filepath)
+        self._checkpoints.saver.after(remove)
+
+
+def _without_sync(module: LightningModule) -> AbstractContextManager[None]:
+    """Stands for ``no_sync`` of DDP's wrapper; a function of the module, which may be copied in a fit."""
+    strategy: Any = module.trainer.strategy
+    held: AbstractContextManager[None] = strategy.block_backward_sync()
+    return held
