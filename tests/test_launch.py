@@ -59,7 +59,7 @@ def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
     config = ScapeConfig(sparsity=0.9, max_skipped=3)
     assert ScapeStrategy(config=config).config is config
     assert ScapeStrategy(config=config, max_skipped=3).config is config
-    with pytest.raises(ValueError, match=r"`sparsity` must be a number in \[0, 1\), got 1.5"):
+    with pytest.raises(ValueError, match=r"`sparsity` must be a number in .*, got 1.5"):
         ScapeStrategy(sparsity=1.5)
 
 
