@@ -128,7 +128,7 @@ def test_a_yaml_file_may_give_just_the_name(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [("{sparsity: dense}", "sparsity"), ("{sparsity: 2.0}", r"must be a number in \[0, 1\), got 2.0"), ("{x: 1}", "x")],
+    [("{sparsity: dense}", "sparsity"), ("{sparsity: 2.0}", r"must be a number in .*, got 2.0"), ("{x: 1}", "x")],
 )
 def test_a_wrong_value_in_a_yaml_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, complaint: str
