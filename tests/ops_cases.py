@@ -71,8 +71,7 @@ def mask_of(rows: int, length: int, sent: int, pieces: Sequence[Any] = ()) -> Te
     statistic = torch.rand(rows, length, generator=torch.Generator().manual_seed(sent)) + 1
     for piece in pieces:
         statistic[piece.row : piece.row + piece.blocks].view(-1)[piece.numel :] = 0
-    with ops.using("naive"):
-        return ops.select(statistic, sent)
+    return ops.select(statistic, sent)
 
 
 # -------------------------------------------------------------------------------------------------------------- cases
@@ -286,7 +285,8 @@ def exchanges() -> Iterator[Case]:
             )
 
 
-CASES = [case for cases in (selections, norms, messages, sweeps, updates, exchanges) for case in cases()]
+with ops.using("naive"):
+    CASES = [case for cases in (selections, norms, messages, sweeps, updates, exchanges) for case in cases()]
 
 
 # ---------------------------------------------------------------------------------------------------------- comparisons

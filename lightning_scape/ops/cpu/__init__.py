@@ -230,7 +230,7 @@ def update_adamw(
         _array(last_step),
         _or_empty(mask, naive.position_dtype(exp_avg.shape[1])),
         (_array(mean), _array(mean if mine is None else mine)),
-        torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 8]
+        torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 7]
         (np.zeros(1, np.int32) if group is None else _array(group), *(_array(each.reshape(-1)) for each in by_row)),
         tuple(map(np.float32, (ranks, 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max))),
     )

@@ -33,7 +33,7 @@ _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
 _WAITS = 256
 """Waits, in steps, whose powers are computed once."""
-_LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(8)
+_LR, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(7)
 """Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
 

@@ -128,7 +128,7 @@ def update_adamw(
     assert all(each.is_contiguous() for each in given)
     assert numbers.first.dim() == numbers.second.dim()
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
-    lr, _, *rest = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
+    hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
     launching.launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _UPDATE_CHUNK),
@@ -141,8 +141,7 @@ def update_adamw(
         again,
         scale.to(theta.device),
         again if group is None else group,
-        lr,
-        *rest,
+        *hyper,
         numbers.first,
         numbers.second,
         second,

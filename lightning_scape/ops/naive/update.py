@@ -23,7 +23,6 @@ class Hyper(NamedTuple):
     """
 
     lr: Tensor
-    beta1: Tensor
     one_minus_beta1: Tensor
     beta2: Tensor
     one_minus_beta2: Tensor
@@ -39,7 +38,7 @@ class Hyper(NamedTuple):
     ) -> Hyper:
         """From the five numbers, given in fp64."""
         keep = 1 - lr * weight_decay
-        exact = (lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
+        exact = (lr, 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
         return cls(*(value.to(dtype) for value in exact))
 
     def rows(self, group: Tensor | None) -> Hyper:
