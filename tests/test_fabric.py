@@ -346,7 +346,35 @@ def train_a_compiled_model(rank: int, method: str, folder: str) -> None:
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
+class Steps(L.LightningModule):
+    """Has a ``training_step``, and a method that is marked as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain_net()
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.seen.append(self.net(batch).dtype)
+        return self.net(batch).square().mean()
+
+    def embed(self, batch: Tensor) -> Tensor:
+        return self.training_step(batch)
+
+
+def call_other_methods_than_forward(rank: int, method: str, folder: str) -> None:
+    """They run in the precision of ``forward``."""
+    fabric, module = fabric_of(method, precision="bf16-mixed"), Steps()
+    model, optimizer = fabric.setup(module, adamw(module))
+    model.mark_forward_method("embed")
+    for act in (model.training_step, model.embed):
+        fabric.backward(act(batch_of(rank, 0)))
+        optimizer.step()
+    assert module.seen == [torch.bfloat16] * 2
+
+
 USES = [
+    call_other_methods_than_forward,
     step_what_was_given,
     refuse_what_is_not_under_the_method,
     hand_buffers_on,

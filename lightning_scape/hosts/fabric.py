@@ -169,7 +169,7 @@ class FabricMethodStrategy(DDPStrategy):
         else:
             setup.start_equal(module)
         self.known.modules[module] = None
-        return module
+        return two_level.ThroughForward(module)  # another than the user's: else Fabric calls marked methods bare
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -261,10 +261,15 @@ class FabricMethodStrategy(DDPStrategy):
         setup.refuse_to_clip_by_value(f"clip_val={clip_val}")
 
     @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        return super().get_module_state_dict(two_level.within(module))
+
+    @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        inner = two_level.within(module)
         if self._nodes.several:
-            state_dict = two_level.rows(module, state_dict)
-        super().load_module_state_dict(module, state_dict, strict=strict)
+            state_dict = two_level.rows(inner, state_dict)
+        super().load_module_state_dict(inner, state_dict, strict=strict)
         for method in self.known.methods():
             method.weights_loaded()
 
@@ -455,6 +460,6 @@ class _GradientSync(BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        if enabled and two_level.is_sharded(module):
-            return two_level.without_gradient_sync(module)
+        if enabled and two_level.is_sharded(two_level.within(module)):
+            return two_level.without_gradient_sync(two_level.within(module))
         return nullcontext()

@@ -214,9 +214,10 @@ def check_gradients_arrived(module: nn.Module) -> None:
 
 
 class ThroughForward(nn.Module):
-    """Calls a sharded module through its ``forward``, because it gathers its parameters there.
+    """Calls a module through its ``forward``: a sharded one gathers its parameters there.
 
-    Lightning calls a module's ``training_step`` directly, unless the strategy's model is another one.
+    Lightning calls a module's ``training_step`` directly, and Fabric without the precision's context, unless the
+    strategy's model is another one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -233,6 +234,11 @@ class ThroughForward(nn.Module):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """As DDP's: inside, backward passes add gradients up and send none."""
         return without_gradient_sync(self.module)
+
+
+def within(module: nn.Module) -> nn.Module:
+    """The user's module."""
+    return module.module if isinstance(module, ThroughForward) else module
 
 
 # --------------------------------------------------------------------------------------------- state dicts
