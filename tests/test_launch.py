@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
 
 from lightning_scape import (
+    FabricMethodStrategy,
     FabricScapeStrategy,
     FabricSparseLoCoStrategy,
     MethodStrategy,
@@ -59,6 +60,7 @@ def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
     config = ScapeConfig(sparsity=0.9, max_skipped=3)
     assert ScapeStrategy(config=config).config is config
     assert ScapeStrategy(config=config, max_skipped=3).config is config
+    assert MethodStrategy(config).config is FabricMethodStrategy(config).config is config
     with pytest.raises(ValueError, match=r"`sparsity` must be a number in .*, got 1.5"):
         ScapeStrategy(sparsity=1.5)
 

@@ -69,6 +69,8 @@ class FabricMethodStrategy(DDPStrategy):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
+    method: ClassVar[str | None] = None
+    """Name of the method, if the strategy is for one only."""
     how_to_end: ClassVar[str] = (
         "call the strategy's sync() after the last one, or the model that you save may be rank 0's alone (total_steps=N"
         " does it at step N)."
