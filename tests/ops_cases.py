@@ -280,9 +280,8 @@ def exchanges() -> Iterator[Case]:
             "by row": (values / 100, True, by_row, error),
             "scale zero": (values, True, SCALES["zero"]),
         }.items():
-            yield Case(
-                "scatter_params", f"{name}, {how}", (entries, *rest), "cpu cuda" if how == "written" else declined
-            )
+            where = f"{declined} cuda" if how == "written" else declined
+            yield Case("scatter_params", f"{name}, {how}", (entries, *rest), where)
 
 
 with ops.using("naive"):

@@ -20,9 +20,9 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
     seen: list[torch.dtype] = []
     real = collectives.Communicator.all_gather
 
-    def spy(self: Any, shard: Tensor) -> collectives.Work:
-        seen.append(shard.dtype)
-        return real(self, shard)
+    def spy(self: Any, shard: Tensor, *kind: str) -> collectives.Work:
+        seen.extend([] if kind else [shard.dtype])
+        return real(self, shard, *kind)
 
     params = [nn.Parameter(torch.zeros(400, dtype=dtype)) for dtype in dtypes]
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype=wire_dtype, sparsity_warmup_steps=1))

@@ -183,6 +183,9 @@ class Alone(ScapeCommunicator):
         full[: mine.shape[0]] = mine
         return Work(full, stream=self.side_stream.on(full.device) if full.is_cuda else None)
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
     def all_gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
 

@@ -31,7 +31,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_scape import ScapeStrategy, SparseLoCo, SparseLoCoStrategy
+from lightning_scape import ScapeOptimizer, ScapeStrategy, SparseLoCo, SparseLoCoStrategy
 
 SECONDS = 5.0
 """That the timed steps of a method may take; slow links get fewer steps."""
@@ -274,7 +274,7 @@ class Watch(pl.Callback):
         if not self.timed or len(self.seconds) < self.timed:
             return
         sent, headers = ((b - a) / self.timed for a, b in zip(self.before, quiet(trainer), strict=True))
-        stats = getattr(SparseLoCo.of(trainer.optimizers[0]) or trainer.optimizers[0], "stats", None)
+        stats = getattr(method_of(trainer.optimizers[0]), "stats", None)
         self.figures = {
             "seconds": [statistics.mean(self.seconds)] if self.window else self.seconds,
             "sent": sent,
@@ -328,15 +328,14 @@ def train(method: str, args: SimpleNamespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
-    counted = [each.communicator.traffic.total for each in map(engine_of, trainer.optimizers) if each is not None]
+    counted = [each.communicator.traffic.total for each in map(method_of, trainer.optimizers) if each is not None]
     figures = {"points": clock.points, **end, "validating": clock.validating, "saving": clock.saving}
     return {**figures, "counted": sum(counted) if counted else None}
 
 
-def engine_of(optimizer: Any) -> Any:
+def method_of(optimizer: Any) -> Any:
     """What counts a method's bytes; None for a dense one."""
-    found = SparseLoCo.of(optimizer) or optimizer
-    return found if hasattr(found, "communicator") else None
+    return SparseLoCo.of(optimizer) or ScapeOptimizer.of(optimizer)
 
 
 class Bytes(pl.LightningModule):

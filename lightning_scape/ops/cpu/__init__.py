@@ -184,14 +184,12 @@ def scatter_params(
     scale: Tensor | None = None,
     error: Tensor | None = None,
 ) -> None:
-    """Of changes, with a mask."""
-    if not add:
-        raise Declined
+    """With a mask."""
     if scale is not None:
         scales = _array(scale.reshape(-1))
         taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
         entries = entries._replace(pieces=taken)
-    _exchange(loops.add, entries, values, error)
+    _exchange(loops.add if add else loops.write, entries, values, error)
 
 
 def _exchange(loop: Any, entries: naive.ParamEntries, values: Tensor, error: Tensor | None) -> None:
