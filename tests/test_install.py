@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -149,6 +150,21 @@ def scale_alone(rank: int, world_size: int) -> None:
 def test_a_plain_scaler_that_steps_the_users_optimizer_is_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
     for error in run_ranks(scale_alone, 2, expect_errors=True):
         assert "ShardedGradScaler" in str(error)
+
+
+def drop_a_batch(rank: int, world_size: int) -> bool:
+    params, adamw, _ = under_scape()
+    batch = torch.ones(10)
+    there = weakref.ref(batch)
+    set_gradients(params, rank, 0)
+    adamw.step()
+    del batch
+    return there() is None
+
+
+def test_a_step_keeps_nothing_alive_that_its_loop_has_dropped(run_ranks: RunRanks) -> None:
+    """It looks for a scaler among its callers, and Python keeps what is read of their variables."""
+    assert run_ranks(drop_a_batch, 2) == [True, True]
 
 
 # ------------------------------------------------------------------------------------------------------- further fits

@@ -72,7 +72,8 @@ def refuse_plain_scaler() -> None:
     """
     frame = sys._getframe(1)
     for _ in range(_DEPTH):
-        asks = frame.f_locals.get("self")
+        # Up to Python 3.12 what is read of a frame lives until it ends: a loop that trains would hold old tensors.
+        asks = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None
         if isinstance(asks, GradScaler):
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
