@@ -198,7 +198,7 @@ def test_loops_reach_places_beyond_32_bit_offsets() -> None:
     none = np.empty((0, 0), np.float32)
     loops.gather(table, mask, out, none, 64, like, row, row + 1)
     assert out[row, 0] == 5.0
-    loops.add(table, mask, out, none, 64, like, row, row + 1)
+    loops.scatter(True, table, mask, out, none, 64, like, row, row + 1)
     assert flat.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
 
 

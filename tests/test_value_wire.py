@@ -203,7 +203,7 @@ def _kept_of_narrow(rank: int, world_size: int, sparsity: float, choice: str) ->
 
     def watched(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, *rest: Any) -> Tensor:
         goal = held() + error
-        ops.scatter_blocks(goal, mask, theta.double() - before.double(), add=True)
+        ops.scatter_blocks(goal, mask, ops.gather_blocks(goal, mask) + (theta.double() - before.double()))
         wanted.append(goal)
         return packed(error, mask, theta, before, *rest)
 

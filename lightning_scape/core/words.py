@@ -1,4 +1,4 @@
-"""How figures are written for people, and what several modules say."""
+"""How figures are written for people."""
 
 from __future__ import annotations
 
@@ -23,9 +23,3 @@ def show_seconds(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{show_times(seconds / unit)} {name}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{show_times(seconds * 1e3)} ms"
-
-
-def show_error(error: BaseException) -> str:
-    """``KeyError(3)`` is ``"KeyError: 3."``, ``KeyboardInterrupt()`` is ``"KeyboardInterrupt."``."""
-    words = str(error).rstrip(". \n")
-    return f"{type(error).__name__}: {words}." if words else f"{type(error).__name__}."

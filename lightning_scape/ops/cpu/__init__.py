@@ -189,7 +189,7 @@ def scatter_params(
         scales = _array(scale.reshape(-1))
         taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
         entries = entries._replace(pieces=taken)
-    _exchange(loops.add if add else loops.write, entries, values, error)
+    _exchange(functools.partial(loops.scatter, add), entries, values, error if add else None)
 
 
 def _exchange(loop: Any, entries: naive.ParamEntries, values: Tensor, error: Tensor | None) -> None:

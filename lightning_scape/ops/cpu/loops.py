@@ -447,22 +447,8 @@ def gather(table, mask, values, error, length, like_flat, first, last):
 
 
 @jit
-def write(table, mask, values, error, length, like_flat, first, last):
-    """See :func:`naive.scatter_params`, which writes; arguments as of :func:`gather`."""
-    sent, given, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
-    for i in range(len(table)):
-        start, stop = _overlap(first, last, table[i, 2], table[i, 3])
-        row, flat = table[i, 1], _array_at(table[i, 0], 0, 0, like_flat)
-        for begin in range(start, stop, _TILE):
-            places, there = all_places[: min(_TILE, stop - begin)], row * sent + begin
-            _find(flat, mask[row:], sent, length, begin, places)
-            for j in range(len(places)):
-                flat[places[j]] = _narrow(_widen(given[there + j]), like_flat)
-
-
-@jit
-def add(table, mask, values, error, length, like_flat, first, last):
-    """See :func:`naive.scatter_params`, whose sums these are; arguments as of :func:`gather`."""
+def scatter(adds, table, mask, values, error, length, like_flat, first, last):
+    """See :func:`naive.scatter_params`; the other arguments as of :func:`gather`."""
     sent, given, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = _overlap(first, last, table[i, 2], table[i, 3])
@@ -473,7 +459,7 @@ def add(table, mask, values, error, length, like_flat, first, last):
             _find(flat, mask[row:], sent, length, begin, places)
             for j in range(len(places)):
                 old, value = flat[places[j]], _widen(given[there + j])
-                new = _narrow(_widen(old) + value, like_flat)
+                new = _narrow(_widen(old) + value if adds else value, like_flat)
                 flat[places[j]] = new
                 if len(errors) > 0:  # what rounding loses
                     errors[places[j]] += value if new == old else value - (_widen(new) - _widen(old))

@@ -53,12 +53,12 @@ class Entries(NamedTuple):
     values: Tensor
     """fp32 ``[R, q]``."""
 
-    def add_to(self, blocks: Tensor, factor: float = 1.0) -> None:
-        """``blocks [R, B] += factor * values``, at their positions."""
+    def add_to(self, blocks: Tensor) -> None:
+        """``blocks [R, B] += values``, at their positions."""
         if self.positions is None:
-            blocks.add_(self.values, alpha=factor)
+            blocks.add_(self.values)
         else:
-            blocks.scatter_add_(1, self.positions, self.values if factor == 1 else self.values * factor)
+            blocks.scatter_add_(1, self.positions, self.values)
 
 
 @dataclass(frozen=True)

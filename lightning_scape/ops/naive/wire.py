@@ -42,18 +42,12 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     return matrix if mask is None else matrix.gather(1, mask.long())
 
 
-def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
-    """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these: sums are rounded once."""
-    if add and values.dtype != matrix.dtype:
-        wide = torch.promote_types(torch.promote_types(matrix.dtype, values.dtype), torch.float32)
-        values, add = gather_blocks(matrix, mask).to(wide) + values, False
-    values = values.to(matrix.dtype)
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+    """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
     if mask is None:
-        matrix.add_(values) if add else matrix.copy_(values)
-    elif add:
-        matrix.scatter_add_(1, mask.long(), values)
+        matrix.copy_(values)
     else:
-        matrix.scatter_(1, mask.long(), values)
+        matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
 
 
 @operation
