@@ -301,6 +301,19 @@ def taken(given: Any, method: str) -> Any:
 # ------------------------------------------------------------------------------------------------ one file
 
 
+def not_collected(rank: int, call: str) -> RuntimeError:
+    """The error of a rank that is asked for the whole state and has a part.
+
+    Args:
+        rank: this one.
+        call: what collects it.
+    """
+    return RuntimeError(
+        f"The state must be collected from all ranks before it is read, got a call of state_dict() on rank {rank}"
+        f" without it. Call {call} on every rank, then state_dict() on rank 0."
+    )
+
+
 def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int = 0) -> SavedState | None:
     """The state of all ranks on rank ``to``, in host memory; None elsewhere. Collective.
 

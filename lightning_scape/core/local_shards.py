@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, world_size
+
+C = TypeVar("C", bound=Communicator)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -88,10 +90,22 @@ def everyone(communicator: Communicator, node: Communicator) -> Communicator:
     return communicator if node.world_size == 1 else Communicator()
 
 
-def holds_everything(parameters: Sequence[Tensor]) -> bool:
-    """Whether all ranks of the job together hold one replica: then nobody else holds the same rows."""
+def communicator(kind: type[C], parameters: Sequence[Tensor], process_group: ProcessGroup | None) -> C:
+    """An optimizer's messages to the ranks with the same rows. Collective.
+
+    Args:
+        kind: of the method.
+        parameters: frozen ones may be among them.
+        process_group: those ranks. None is all ranks, or, where all together hold one replica, this one alone.
+
+    Raises:
+        RuntimeError: several ranks were launched, and no process group is up.
+    """
+    check_joined()
     mesh = mesh_of(parameters)
-    return mesh is not None and mesh.ndim == 1 and mesh.size() == world_size()
+    if process_group is None and mesh is not None and mesh.ndim == 1 and mesh.size() == world_size():
+        return kind.alone()
+    return kind.of_optimizer(process_group)
 
 
 def problem(

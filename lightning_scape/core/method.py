@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -181,6 +182,7 @@ class Method(ABC):
         """
 
 
+@cache  # hosts look for the method of an optimizer in each step
 def named(name: str) -> type[Method]:
     """The method of a name."""
     found: type[Method] = resolve_name(METHODS[name])

@@ -188,14 +188,13 @@ class FabricMethodStrategy(DDPStrategy):
         # Not before the first step: a loaded checkpoint brings its own warm-up.
         if untold := self.known.untold():
             self._tell(untold)
-        setup.check_attached(optimizer)
+        method = setup.attached(optimizer)
         self._common.words.end_batch(stepped=True)  # of the step before
         self._common.words.begin_batch()
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, **kwargs)
-        for method in find_all([optimizer]):
-            if method.steps == self.total_steps:
-                method.finish()
+        if method.steps == self.total_steps:
+            method.finish()
         return result
 
     def _tell(self, methods: list[Method]) -> None:

@@ -100,15 +100,21 @@ def refuse_to_clip_by_value(got: str) -> NoReturn:
     )
 
 
-def check_attached(optimizer: object) -> None:
-    """Raises ``RuntimeError`` where an optimizer that the host steps is under no method: ranks would train apart."""
-    if method.find(optimizer) is None:
+def attached(optimizer: object) -> method.Method:
+    """The method of an optimizer that the host steps.
+
+    Raises:
+        RuntimeError: it is under none: ranks would train apart.
+    """
+    found = method.find(optimizer)
+    if found is None:
         raise RuntimeError(
             "Every optimizer that is stepped must be under the strategy's method, got"
             f" {type(method.unwrapped(optimizer)).__name__}, which is not: it would take this rank's own gradient."
             " Return it from configure_optimizers, or put it into `trainer.optimizers` (Fabric: give it to"
             " fabric.setup), on all ranks."
         )
+    return found
 
 
 def clipping(optimizer: object) -> method.Method:

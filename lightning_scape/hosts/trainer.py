@@ -276,11 +276,9 @@ class MethodStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
-        if not isinstance(optimizer, NoOptimizer):
-            setup.check_attached(optimizer)
+        method = None if isinstance(optimizer, NoOptimizer) else setup.attached(optimizer)
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
-        method = find(optimizer)
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
         last = self._module.automatic_optimization and self._steps == self._module.global_step + 1
         if method is not None and last:

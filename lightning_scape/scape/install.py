@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_scape.checkpoint.shards import collect
+from lightning_scape.checkpoint.shards import collect, not_collected
 from lightning_scape.core.entries import entry
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.private_names import UNSCALES_ITSELF, mark_tracked, note_step, refuse_plain_scaler
@@ -135,11 +135,7 @@ def _saved(here: Installed, state: dict[str, Any]) -> dict[str, Any]:
     if engine.consolidated is None and comm.world_size == engine.node.world_size == 1:
         consolidate(engine)
     if engine.consolidated is None:
-        raise RuntimeError(
-            "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-            f" {comm.rank} without it. Call `ScapeOptimizer.of(optimizer).consolidate_state_dict(to=0)` on every rank,"
-            " then state_dict() on rank 0."
-        )
+        raise not_collected(comm.rank, "`ScapeOptimizer.of(optimizer).consolidate_state_dict(to=0)`")
     return {**state, **engine.consolidated, "param_groups": with_plain_numbers(state["param_groups"])}
 
 

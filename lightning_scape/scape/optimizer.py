@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import OwnState, SavedState
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.method import unwrapped
@@ -104,12 +104,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         groups = self.optimizer.param_groups
         parameters = Parameters.of(groups)
         parameters.rename(named_parameters)
-        if communicator is None:
-            check_joined()
         given = [parameter for group in groups for parameter in group["params"]]  # frozen ones included
-        if process_group is None and local_shards.holds_everything(given):
-            communicator = communicator or ScapeCommunicator.alone()
-        comm = communicator or ScapeCommunicator.of_optimizer(process_group)
+        comm = communicator or local_shards.communicator(ScapeCommunicator, given, process_group)
         node = local_shards.node_communicator(given)
         problem = parameters.problem(groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group

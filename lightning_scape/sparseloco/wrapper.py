@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.shards import OwnState, SavedState, collect
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
+from lightning_scape.checkpoint.shards import OwnState, SavedState, collect, not_collected
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
@@ -82,10 +82,8 @@ class SparseLoCo:
         self.parameters.rename(named_parameters)
         node = Communicator.alone()
         if communicator is None:
-            check_joined()
+            communicator = local_shards.communicator(Communicator, self.parameters.tensors, process_group)
             node = local_shards.node_communicator(self.parameters.tensors)
-            alone = process_group is None and local_shards.holds_everything(self.parameters.tensors)
-            communicator = Communicator.alone() if alone else Communicator.of_optimizer(process_group)
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
@@ -209,11 +207,7 @@ class SparseLoCo:
         if self.everyone.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
-            raise RuntimeError(
-                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.everyone.rank} without it. Call consolidate_state_dict(to=0) on every rank, then state_dict()"
-                " on rank 0."
-            )
+            raise not_collected(self.everyone.rank, "consolidate_state_dict(to=0)")
         return self._consolidated
 
     def own_state(self) -> OwnState:
