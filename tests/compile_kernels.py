@@ -6,7 +6,6 @@ arguments and constants it was given, to machine code by the assembler that come
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.ops import cuda
 from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.ops.cuda import wire as cuda_wire
-from lightning_scape.ops.naive.wire import GROUP
+from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 NAMES = {
@@ -124,13 +123,12 @@ def record() -> dict[str, Launch]:
         for length, sent in ((250, 25), (1000, 1), (4096, 3)):
             sweep(torch.float32, length=length, sent=sent)
         sweep(torch.float32, length=250, sent=25, own=True)
-        for bits, count in itertools.product((4, 8), (GROUP, 1000, 4096)):
-            ops.dequantize(ops.quantize(torch.zeros(3, count), bits), bits, count)
-            ops.dequantize(ops.quantize(torch.zeros(1, count), bits), bits, count)
+        for count in (GROUP, 1000, 4096):
+            ops.dequantize(ops.quantize(torch.zeros(count)).expand(3, -1, -1), count)
             for sent in (1, 2, 25, 200):
                 rows = count // sent
                 mask = None if sent == 200 else torch.zeros(rows, sent, dtype=torch.uint8)
-                message = torch.zeros(1, -(-rows * sent // GROUP), ops.group_bytes(bits), dtype=torch.uint8)
+                message = torch.zeros(1, -(-rows * sent // GROUP), GROUP_BYTES, dtype=torch.uint8)
                 cuda_wire.pack(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
     return launches
 

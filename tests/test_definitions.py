@@ -103,17 +103,16 @@ def test_sent_plus_left_equals_what_was_there_exactly(wire: torch.dtype, whole: 
         assert (ops.gather_blocks(residual, mask) == 0).all()
 
 
-@pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])
-def test_quantize_sends_the_nearest_multiples_of_a_unit_that_just_fits(bits: int, levels: int) -> None:
-    values = torch.randn(3, 6400) * torch.logspace(-20, 20, 3).unsqueeze(1)
+def test_quantize_sends_the_nearest_multiples_of_a_unit_that_just_fits() -> None:
+    values = (torch.randn(3, 6400) * torch.logspace(-20, 20, 3).unsqueeze(1)).view(-1)
     left = values.clone()
-    message = ops.quantize(left, bits)
-    assert message.shape == (3, 100, 8 * bits + 2)
-    sent = ops.dequantize(message, bits, 6400)
+    message = ops.quantize(left)
+    assert message.shape == (300, 34)
+    sent = ops.dequantize(message.unsqueeze(0), 3 * 6400)[0]
     assert torch.equal(sent.double() + left.double(), values.double())
     groups = values.view(300, 64)
-    unit = (message[..., -2:].contiguous().view(torch.int16).int() << 16).view(torch.float32).view(300)
-    exact = groups.abs().amax(1) / levels
+    unit = (message[:, -2:].contiguous().view(torch.int16).int() << 16).view(torch.float32).view(300)
+    exact = groups.abs().amax(1) / 7
     assert ((exact <= unit) & (unit <= exact * (1 + 2**-7))).all()
     assert (left.view(300, 64).abs() <= unit.unsqueeze(1) / 2).all()
     assert sent[sent == 0].signbit().all()  # -0.0: adding it leaves 0.0 and -0.0 as they are
@@ -129,17 +128,17 @@ def test_errors_of_rounding_are_sent_later_and_rows_that_stand_still_keep_theirs
     mask = None if sent is None else ops.select(error, sent)
     scale, before = torch.arange(70) % 3.0, error.clone()
     theta, before_all = values.clone(), torch.zeros_like(values)
-    message = ops.quantize_with_error(error, mask, theta, before_all, scale, 4)
-    read = ops.dequantize(message.unsqueeze(0), 4, values.numel()).view(values.shape)
+    message = ops.quantize_with_error(error, mask, theta, before_all, scale)
+    read = ops.dequantize(message.unsqueeze(0), values.numel()).view(values.shape)
     assert torch.equal(theta, read.to(dtype))
     due = values + ops.gather_blocks(before, mask)
     moved = scale > 0
     assert torch.equal((read + ops.gather_blocks(error, mask))[moved], due[moved])
     assert torch.equal(error[~moved], before[~moved])
     bad = torch.full_like(error, float("nan")).fill_diagonal_(float("inf"))  # of parameters that were not finite
-    again = ops.quantize_with_error(bad, mask, values.clone(), before_all, torch.ones(()), 4)
+    again = ops.quantize_with_error(bad, mask, values.clone(), before_all, torch.ones(()))
     fresh = torch.zeros_like(error)
-    assert torch.equal(again, ops.quantize_with_error(fresh, mask, values.clone(), before_all, torch.ones(()), 4))
+    assert torch.equal(again, ops.quantize_with_error(fresh, mask, values.clone(), before_all, torch.ones(())))
     assert torch.equal(ops.gather_blocks(bad, mask), ops.gather_blocks(fresh, mask))
     assert not read[~moved].any()
     if mask is not None:
@@ -229,12 +228,11 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
     theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
     single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
     numbers = ops.RowNumbers(torch.tensor(5, dtype=torch.int32), ONE, single, ONE, ONE)
-    again = ops.update_adams(ops.ShardState(theta, momentum, None, last_step), mask, total, numbers)
+    ops.update_adams(ops.ShardState(theta, momentum, None, last_step), mask, total, numbers)
     outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
     assert torch.equal(momentum[outside], old_momentum[outside])
     assert torch.equal(last_step[outside], old_clock[outside])
     assert (last_step[~outside] == 5).all()
-    assert int(again) == int((old_clock[~outside] == 4).sum())
 
 
 # ---------------------------------------------------------------------------------------- AdamW's update
@@ -369,7 +367,7 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
     group = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(200)
     table = ops.Hyper.of(torch.float32, *torch.tensor([[0.1, 0.2], [0.8, 0.9], [0.9, 0.95], [1e-8, 1e-6], [0.1, 0.0]]))
 
-    def run(which: slice | None) -> tuple[list[Tensor], int]:
+    def run(which: slice | None) -> list[Tensor]:
         own = [t.clone() if which is None else t[which].clone() for t in (theta, first, second, last_step)]
         part = slice(None) if which is None else which
         kind = 0 if which is None else int(which.start)
@@ -381,19 +379,15 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
             now, applied, single, correction, correction * 0.5, group if which is None else None
         )
         if update == "adams":
-            again = ops.update_adams(ops.ShardState(*own)._replace(exp_avg_sq=None), *rest, row_numbers)
+            ops.update_adams(ops.ShardState(*own)._replace(exp_avg_sq=None), *rest, row_numbers)
         else:
-            again = ops.update_adamw(ops.ShardState(*own), *rest, None if mask is None else rest[1] * 2, row_numbers, 4)
-        return own, int(again)
+            ops.update_adamw(ops.ShardState(*own), *rest, None if mask is None else rest[1] * 2, row_numbers, 4)
+        return own
 
-    together, again = run(None)
-    counts = 0
+    together = run(None)
     for kind in range(3):
-        alone, count = run(slice(kind, None, 3))
-        counts += count
-        for a, b in zip(together, alone, strict=True):
+        for a, b in zip(together, run(slice(kind, None, 3)), strict=True):
             torch.testing.assert_close(a[kind::3], b, rtol=1e-6, atol=1e-6)
-    assert again == counts > 0
     for now, before in zip(together, (theta, first, second, last_step), strict=True):
         assert torch.equal(now[1::3], before[1::3])
     assert not torch.equal(together[0], theta)

@@ -125,11 +125,11 @@ def test_select_equals_its_definition_for_all_quotas(data: st.DataObject, rows: 
 
 @given(st.integers(1, 256), st.data(), st.sampled_from([0.7, 0.0, [0.0, 0.3, 1.0]]))
 def test_sweep_equals_its_definition_for_all_shapes(length: int, data: st.DataObject, scale: Any) -> None:
-    sent, packed = data.draw(st.none() | st.integers(1, length)), data.draw(st.sampled_from([None, 4, 8]))
+    sent, packed = data.draw(st.none() | st.integers(1, length)), data.draw(st.booleans())
     sizes = data.draw(st.lists(st.integers(1, 900), min_size=1, max_size=5))
     rank, second = data.draw(st.sampled_from([None, 0, 1, 2])), data.draw(st.booleans())
     dtypes = data.draw(st.sampled_from([(torch.float32,), (torch.bfloat16, None)]))
-    options = {"bits": packed, "dtypes": dtypes, "scale": scale, "second": second, "length": length, "sizes": sizes}
+    options = {"packed": packed, "dtypes": dtypes, "scale": scale, "second": second, "length": length, "sizes": sizes}
     work = sweep_of(rank, sent, **options)
     results = []
     for choice in ("cpu", "naive"):
@@ -150,7 +150,7 @@ def test_definitions_do_not_depend_on_how_many_rows_they_take_at_a_time(
 ) -> None:
     whole, parts = [], []
     for found, entries in ((whole, 1 << 18), (parts, 1)):  # 64 rows, or a group, or an entry
-        for module in ("parts", "gradients", "wire"):
+        for module in ("parts", "gradients"):
             patched = importlib.import_module(f"lightning_scape.ops.naive.{module}")
             monkeypatch.setattr(patched, "chunk", lambda tensor, entries=entries: entries)
         for case in [case for case in CASES if case.operation == operation][:9]:
@@ -223,15 +223,15 @@ def test_examples_of_the_docstrings(choice: str) -> None:
         assert residual.tolist() == [[0.00390625, 5.0]]
         packed = ops.pack_mask(tensor([[9, 0]], torch.uint8), 10)
         assert (packed.tolist(), ops.unpack_mask(packed, 2, 10).tolist()) == ([[1, 2]], [[0, 9]])
-        values = tensor([[3.5, -7.0, 0.25]])
-        message = ops.quantize(values, 4)
-        assert message.tolist() == [[[0x0B, *[0x77] * 31, 0x80, 0x3F]]]
-        assert values.tolist() == [[-0.5, 0.0, 0.25]]
-        assert_same_bits(ops.dequantize(message, 4, 3).cpu(), torch.tensor([[4.0, -7.0, -0.0]]))
+        values = tensor([3.5, -7.0, 0.25])
+        message = ops.quantize(values)
+        assert message.tolist() == [[0x0B, *[0x77] * 31, 0x80, 0x3F]]
+        assert values.tolist() == [-0.5, 0.0, 0.25]
+        assert_same_bits(ops.dequantize(message.unsqueeze(0), 3).cpu(), torch.tensor([[4.0, -7.0, -0.0]]))
         theta, total, single = tensor([[3.0]]), tensor([[-2.0]]), (tensor(v) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         shard = ops.ShardState(theta, tensor([[0.0, 0.0]]), tensor([[0.0, 0.5]]), tensor([[0, 0]], torch.int32))
         numbers = ops.RowNumbers(tensor(1, torch.int32), one, ops.Hyper.of(torch.float32, *single), one, one)
-        assert int(ops.update_adamw(shard, tensor([[1]], torch.uint8), total, total / 2, numbers, 2)) == 1
+        ops.update_adamw(shard, tensor([[1]], torch.uint8), total, total / 2, numbers, 2)
         assert [each.tolist() for each in shard] == [[[4.0]], [[0.0, -2.0]], [[0.0, 4.0]], [[0, 1]]]
         flats, out = [tensor([5.0, 6.0, 7.0]), tensor([8.0])], torch.zeros(3, 1, device=device)
         entries = ops.ParamEntries(flats, Layout([3, 1], [0, 0], 2, 1).everything().pieces, mask, 2)
@@ -411,5 +411,5 @@ def test_what_the_loops_cannot_read_the_definition_computes() -> None:
         theta = torch.zeros(1, 1)
         shard = ops.ShardState(theta, theta.clone(), theta.clone(), torch.zeros(1, 1, dtype=torch.int32))
         numbers = ops.RowNumbers(torch.tensor(1, dtype=torch.int32), ONE * 0, hyper(), ONE, ONE)
-        assert int(ops.update_adamw(shard, None, theta + float("nan"), None, numbers, 2)) == 0
+        ops.update_adamw(shard, None, theta + float("nan"), None, numbers, 2)
         assert not any(each.any() for each in shard)

@@ -144,9 +144,9 @@ class ScapeConfig:
         return _WIRE_DTYPES.get(self.wire, torch.float32)
 
     @property
-    def wire_bits(self) -> int | None:
-        """Bits of a value on the wire where values are packed, else None."""
-        return 4 if self.wire == "int4" else None
+    def packed(self) -> bool:
+        """Whether values travel in 4 bits."""
+        return self.wire == "int4"
 
 
 def usual_wire(sparsity: float) -> WireDtype:

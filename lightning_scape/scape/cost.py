@@ -27,7 +27,7 @@ def scape_bytes(
         sent: entries per block, q; None is the number at the end of the warm-up.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
-    back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
+    back = parameter_bytes if parameter_bytes < 4 and not config.packed else None
     return message_bytes(config, blocks, ranks, back, sent) | {"norm": norm_bytes(config, len(numels), ranks)}
 
 
@@ -62,10 +62,10 @@ def message_bytes(
     """
     block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
     mine, width = blocks // ranks * sent, config.values_dtype.itemsize
-    bits, sparse = config.wire_bits, sent < block_size
+    packed, sparse = config.packed, sent < block_size
     buffers = {
-        "values": ranks * (mine * width if bits is None else packed_bytes(mine, bits)),
-        "parameters": ranks * (mine * (back or width) if bits is None else packed_bytes(mine, bits)),
+        "values": ranks * (packed_bytes(mine) if packed else mine * width),
+        "parameters": ranks * (packed_bytes(mine) if packed else mine * (back or width)),
         "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
@@ -74,5 +74,5 @@ def message_bytes(
 def state_bytes(config: ScapeConfig, ranks: int) -> float:
     """Bytes that a rank keeps for each fp32 parameter of the model: the residual, and its part of what owners keep."""
     mean_square = config.update != "adams"  # AdamW's second moment
-    lacking = config.wire_bits is not None  # the errors of changes that come back packed
+    lacking = config.packed  # the errors of changes that come back packed
     return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks

@@ -216,7 +216,7 @@ def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameter
     if "master" in names and parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
     # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
-    if "change_error" in names and (config.wire_bits is not None or parameters.need_masters):
+    if "change_error" in names and (config.packed or parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
     if state.exp_avg_sq is not None and "exp_avg_sq" not in names:
         raise ValueError(

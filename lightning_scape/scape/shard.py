@@ -26,7 +26,7 @@ class Outgoing:
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
         self.region = layout.remote(rank)
         """The shards of the other ranks; rows count from block 0."""
-        self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
+        self.wire = ValueWire(config.packed and layout.world_size > 1)
         """Packs the values, while they are swept."""
         self._rank, self._shards = rank, layout.world_size
         self._dtype, self._my_rows = config.values_dtype, layout.rows_of(rank)
@@ -77,9 +77,9 @@ class Shard:
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
         self._layout, self._rank, self._config = layout, rank, config
         self._parameters, self._numbers_of = parameters, rows
-        self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
+        self.wire = ValueWire(config.packed and layout.world_size > 1)
         """Packs the changes."""
-        whole = self.wire.bits is None
+        whole = not self.wire.packed
         self._change_dtype = config.values_dtype if layout.world_size > 1 else parameters.wire_dtype
         self.as_changes = not whole or parameters.travel_as_changes(self._change_dtype)
         """Whether changes of parameters travel, in place of their values."""
@@ -139,12 +139,12 @@ class Shard:
             ops.scatter_blocks(state.master, mask, theta)
         if before is None:
             message = theta.to(self._parameters.wire_dtype)
-        elif self.wire.bits is None:
-            message = ops.changes(theta, before, self._change_dtype)
+        elif not self.wire.packed:
+            message = (theta - before).masked_fill_(theta == before, -0.0).to(self._change_dtype)
         else:  # with the rounding errors of earlier changes; the new ones stay with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale, self.wire.bits)
+            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale)
             return message, theta.float()
         # The rows of others are not written: 0.
         message = torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message
@@ -153,7 +153,7 @@ class Shard:
     def write(self, step: Step, update: Tensor) -> None:
         """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
         # What narrower parameters lose by rounding stays with us where changes are packed.
-        error = None if self.wire.bits is None else step.state.change_error
+        error = step.state.change_error if self.wire.packed else None
         self._scatter(step, self.region, step.mask_of(self.rows), update, step.scale.mine, error)
 
     def write_others(self, step: Step, message: Tensor, others: Region) -> None:

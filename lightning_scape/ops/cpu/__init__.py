@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from torch import Tensor
 from lightning_scape.ops import naive
 from lightning_scape.ops.cpu import loops
 from lightning_scape.ops.dispatch import Declined
-from lightning_scape.ops.naive.wire import GROUP, bits_in, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES
 
-_T = TypeVar("_T")
 _DTYPES = {torch.float32, torch.bfloat16, torch.uint8, torch.uint16, torch.int32, torch.int64}
 """Not fp64, in which no model of size is trained: its loops would take as long to compile as those of fp32."""
 _GRAIN = 1 << 16
@@ -124,8 +123,8 @@ def sweep(work: naive.Sweep) -> None:
             _in_parallel(functools.partial(loops.compact, *matrices, limit), len(here), _rows(values.shape[1]))
             continue
         for shard, part in work.shards_of(rows):
-            here, rest = values[part].zero_(), (naive.cut(scale, part), bits_in(message.shape[2]))
-            message[shard] = quantize_with_error(residual[part], naive.cut(work.mask, part), here, here, *rest)
+            here, mask = values[part].zero_(), naive.cut(work.mask, part)
+            message[shard] = quantize_with_error(residual[part], mask, here, here, naive.cut(scale, part))
 
 
 def _pieces_of_sweep(work: naive.Sweep) -> list[tuple[torch.dtype, Any, Any]]:
@@ -149,23 +148,21 @@ def _pieces_of_sweep(work: naive.Sweep) -> list[tuple[torch.dtype, Any, Any]]:
 # ------------------------------------------------------------------------------------------------ what arrives and goes
 
 
-def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
+def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """One pass."""
     values = torch.empty(len(message), count, dtype=torch.float32, device="cpu") if out is None else out
     rows = message.flatten(0, 1)
-    loop = functools.partial(loops.dequantize, _array(rows), _array(values.view(-1)), count, bits)
+    loop = functools.partial(loops.dequantize, _array(rows), _array(values.view(-1)), count)
     _in_parallel(loop, len(rows), _rows(GROUP))
     return values
 
 
-def quantize_with_error(
-    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
-) -> Tensor:
+def quantize_with_error(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor) -> Tensor:
     """One pass."""
-    message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
+    message = torch.empty(-(-theta.numel() // GROUP), GROUP_BYTES, dtype=torch.uint8, device="cpu")
     places = _or_empty(mask, naive.position_dtype(error.shape[1]))
     tensors = _array(theta), _array(before), _array(message), _array(scale.reshape(-1))
-    loop = functools.partial(loops.quantize_with_error, _array(error), places, *tensors, bits)
+    loop = functools.partial(loops.quantize_with_error, _array(error), places, *tensors)
     _in_parallel(loop, len(message), _rows(GROUP))
     return message
 
@@ -215,7 +212,7 @@ def update_adamw(
     mine: Tensor | None,
     numbers: naive.RowNumbers,
     ranks: int,
-) -> Tensor:
+) -> None:
     """One pass."""
     theta, exp_avg, second, last_step = shard
     assert second is not None
@@ -232,7 +229,7 @@ def update_adamw(
         (np.zeros(1, np.int32) if group is None else _array(group), *(_array(each.reshape(-1)) for each in by_row)),
         tuple(map(np.float32, (ranks, 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max))),
     )
-    return torch.tensor(sum(_in_parallel(loop, len(theta), _rows(theta.shape[1]))), dtype=torch.int64, device="cpu")
+    _in_parallel(loop, len(theta), _rows(theta.shape[1]))
 
 
 # --------------------------------------------------------------------------------------------------- arrays and threads
@@ -259,23 +256,27 @@ def _rows(columns: int) -> int:
     return max(1, _GRAIN // max(1, columns))
 
 
-def _in_parallel(loop: Callable[[int, int], _T], count: int, grain: int) -> list[_T]:
+def _in_parallel(loop: Callable[[int, int], None], count: int, grain: int) -> None:
     """Calls ``loop(first, last)`` for parts of ``0 .. count``, at least ``grain`` long, on as many threads as torch."""
     threads = min(torch.get_num_threads(), -(-count // grain))
     if threads <= 1:
-        return [loop(0, count)]
+        return loop(0, count)
     bounds = [count * i // threads for i in range(threads + 1)]
     others = [_begin(loop, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
-    return [loop(bounds[0], bounds[1]), *(other.result() for other in others)]
+    loop(bounds[0], bounds[1])
+    for other in others:
+        other.result()
+    return None
 
 
-def _begin(loop: Callable[[int, int], _T], first: int, last: int) -> Future[_T]:
+def _begin(loop: Callable[[int, int], None], first: int, last: int) -> Future[None]:
     """Calls ``loop`` on another thread; on this one where the interpreter ends, and starts no thread any more."""
     try:
         return _pool(os.getpid()).submit(loop, first, last)
     except RuntimeError:
-        done: Future[_T] = Future()
-        done.set_result(loop(first, last))
+        loop(first, last)
+        done: Future[None] = Future()
+        done.set_result(None)
         return done
 
 

@@ -19,12 +19,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, LEVELS
 
 if numba.config.DISABLE_JIT:
     raise ImportError("the environment variable NUMBA_DISABLE_JIT must not be set")
 
-_LEAST_SCALE = np.float32(LEAST_SCALE)
+_LEAST_SCALE, _LEVELS = np.float32(LEAST_SCALE), np.int32(LEVELS)
 _MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 but its sign."""
 _PASSES = 5
@@ -344,9 +344,9 @@ def _prefetch(typingctx, address):
 
 
 @jit
-def quantize_with_error(error, mask, theta, before, message, scale, bits, first, last):
+def quantize_with_error(error, mask, theta, before, message, scale, first, last):
     """See :func:`naive.quantize_with_error`. The range is of groups."""
-    sent, count, levels = theta.shape[1], theta.size, np.int32(2 ** (bits - 1) - 1)
+    sent, count = theta.shape[1], theta.size
     codes, due, all_places = np.empty(GROUP, np.int32), np.empty(_TILE, np.float32), np.empty(_TILE, np.uint64)
     there, all_new, all_old = error.reshape(-1), theta.reshape(-1), before.reshape(-1)
     for begin in range(first * GROUP, min(last * GROUP, count), _TILE):
@@ -362,16 +362,18 @@ def quantize_with_error(error, mask, theta, before, message, scale, bits, first,
                 there[places[j]], due[j], places[j] = kept, 0, there.size
         for group in range(-(-size // GROUP)):
             part = slice(group * GROUP, (group + 1) * GROUP)
-            code = _take_steps(due[part], codes, levels)
-            _put_values(codes, code, levels, new[part])
-            _write(codes, code, bits, message[begin // GROUP + group])
+            code, row = _take_steps(due[part], codes), message[begin // GROUP + group]
+            _put_values(codes, code, new[part])
+            for i in range(GROUP // 2):
+                row[i] = codes[2 * i] | codes[2 * i + 1] << 4
+            row[GROUP // 2], row[GROUP // 2 + 1] = code & 255, code >> 8
         for j in range(size):
             if places[j] < there.size:
                 there[places[j]] = due[j]
 
 
 @jit
-def _take_steps(group, codes, levels):
+def _take_steps(group, codes):
     """Codes of a group, whose rounding errors stay behind; returns the scale.
 
     The bits of single values are looked at: a view of the group's would take as long as all the rest.
@@ -380,53 +382,38 @@ def _take_steps(group, codes, levels):
     for i in range(GROUP):
         magnitude = np.int32(np.float32(group[i]).view(np.int32) & _MAGNITUDE)
         largest = magnitude if magnitude > largest else largest
-    exact = np.float32(np.int32(largest).view(np.float32) / np.float32(levels))
+    exact = np.float32(np.int32(largest).view(np.float32) / np.float32(_LEVELS))
     if not exact > _LEAST_SCALE:
-        codes[:] = levels
+        codes[:] = _LEVELS
         return np.int32(0)
     scale = np.int32((exact.view(np.int32) + 0xFFFF) >> 16)
-    unit, most = np.int32(scale << 16).view(np.float32), np.float32(levels)
+    unit, most = np.int32(scale << 16).view(np.float32), np.float32(_LEVELS)
     for i in range(GROUP):
         step = np.int32(_clamp(np.rint(group[i] / unit), most))
         group[i] -= np.float32(step) * unit
-        codes[i] = step + levels
+        codes[i] = step + _LEVELS
     return scale
 
 
 @jit
-def _put_values(codes, scale, levels, values):
+def _put_values(codes, scale, values):
     """The values of a group as they are sent; -0.0 for a zero."""
     negative = -np.int32(scale << 16).view(np.float32)
     for i in range(len(values)):
-        values[i] = np.float32(levels - codes[i]) * negative
+        values[i] = np.float32(_LEVELS - codes[i]) * negative
 
 
 @jit
-def _write(codes, scale, bits, row):
-    """A row of the message. The codes are used up."""
-    if bits == 4:
-        for i in range(GROUP // 2):
-            codes[i] = codes[2 * i] | codes[2 * i + 1] << 4
-    for i in range(len(row) - 2):
-        row[i] = codes[i]
-    row[len(row) - 2], row[len(row) - 1] = scale & 255, scale >> 8
-
-
-@jit
-def dequantize(message, values, count, bits, first, last):
+def dequantize(message, values, count, first, last):
     """See :func:`naive.dequantize`; ``values [S * n]``, ``message [S * G, W]``; ``count`` is n."""
-    per_shard, levels, codes = -(-count // GROUP), np.int32((1 << (bits - 1)) - 1), np.empty(GROUP, np.int32)
+    per_shard, codes = -(-count // GROUP), np.empty(GROUP, np.int32)
     for number in range(first, last):
         begin, row = number % per_shard * GROUP, message[number]
         start, there = number // per_shard * count + begin, min(GROUP, count - begin)
-        if bits == 4:
-            for i in range(GROUP // 2):
-                codes[2 * i], codes[2 * i + 1] = row[i] & 15, row[i] >> 4
-        else:
-            for i in range(GROUP):
-                codes[i] = row[i]
-        scale = np.int32(row[len(row) - 2]) | np.int32(row[len(row) - 1]) << 8
-        _put_values(codes, scale, levels, values[start : start + there])
+        for i in range(GROUP // 2):
+            codes[2 * i], codes[2 * i + 1] = row[i] & 15, row[i] >> 4
+        scale = np.int32(row[GROUP // 2]) | np.int32(row[GROUP // 2 + 1]) << 8
+        _put_values(codes, scale, values[start : start + there])
 
 
 # ------------------------------------------------------------------------------------------------ parameters, an update
@@ -472,7 +459,7 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
     ``moments``: the first, and the second. ``given``: the mean, and the owner's own part of it, ``[R, q]``.
     ``by_row``: group, step, scale and both corrections. ``rule``: N, ``1 / LONGEST_MOVE`` and the largest number.
     """
-    (exp_avg, second), (total, mine), sent, again = moments, given, theta.shape[1], 0
+    (exp_avg, second), (total, mine), sent = moments, given, theta.shape[1]
     rows = max(1, _TILE // sent)
     room, all_places = np.empty((5, rows * sent), theta.dtype), np.empty(rows * sent, np.uint64)
     dates, firsts, seconds = last_step.reshape(-1), exp_avg.reshape(-1), second.reshape(-1)
@@ -488,7 +475,6 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
             for j in range(count):
                 steps = np.int32(now - dates[places[j]])
                 dates[places[j]] = now
-                again += steps == 1
                 tau[j] = max(steps, 1)
             for j in range(count):
                 m[j], n[j] = firsts[places[j]], seconds[places[j]]
@@ -504,7 +490,6 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
             for j in range(count):
                 firsts[places[j]], seconds[places[j]] = m[j], n[j]
         row = stop
-    return again
 
 
 @jit

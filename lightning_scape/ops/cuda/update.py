@@ -34,7 +34,6 @@ def _update_kernel(
     total,
     own,
     step,
-    again,
     scale,
     group,
     lr,
@@ -74,7 +73,6 @@ def _update_kernel(
 
         now = tl.load(step + row * step_stride, mask=inside, other=1)
         tau = now - tl.load(of_last_step, mask=inside, other=0)
-        tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
         tau = tl.maximum(tau, 1)  # after a load, a pad's last step may be later than this one
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
@@ -118,7 +116,7 @@ def _update_kernel(
 
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
-) -> Tensor:
+) -> None:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
     theta, exp_avg, second, last_step = shard
     step, scale, group = numbers.step, numbers.scale, numbers.group
@@ -127,7 +125,6 @@ def update_adamw(
     assert theta.is_contiguous()
     assert all(each.is_contiguous() for each in given)
     assert numbers.first.dim() == numbers.second.dim()
-    again = torch.zeros((), dtype=torch.int64, device=theta.device)
     hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
     launching.launch(
         _update_kernel,
@@ -135,12 +132,11 @@ def update_adamw(
         theta,
         exp_avg,
         last_step,
-        again if mask is None else mask.contiguous(),
+        theta if mask is None else mask.contiguous(),
         *given,
         step,
-        again,
         scale.to(theta.device),
-        again if group is None else group,
+        step if group is None else group,
         *hyper,
         numbers.first,
         numbers.second,
@@ -161,7 +157,6 @@ def update_adamw(
         CHUNK=_UPDATE_CHUNK,
         num_warps=4,
     )
-    return again
 
 
 @triton.jit

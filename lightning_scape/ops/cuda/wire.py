@@ -1,4 +1,4 @@
-"""Triton kernels that pack values into 8 or 4 bits, and read them again."""
+"""Triton kernels that pack values into 4 bits, and read them again."""
 
 import torch
 import triton
@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES, LEAST_SCALE
 
 _GROUPS = 32
-"""Groups of a program: 2,048 values, 16 for each of 128 threads."""
+"""Groups of a program: 2,048 values, 16 for each of 128 threads. The 7 in the kernels is naive.wire.LEVELS."""
 
 
 @triton.jit
@@ -19,17 +19,17 @@ def _unit_of(scale):
 
 
 @triton.jit
-def _steps_of(value, unit, LEVELS: tl.constexpr):
+def _steps_of(value, unit):
     """The nearest multiple of the unit, ties to the even one; 0 where the unit is."""
     quotient = tl.where(unit > 0, tl.div_rn(value, tl.where(unit > 0, unit, 1.0)), 0.0)
     nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: fp32 has no fraction there
-    return tl.minimum(tl.maximum(nearest, -LEVELS), LEVELS)
+    return tl.minimum(tl.maximum(nearest, -7), 7)
 
 
 @triton.jit
-def _value_of(code, unit, LEVELS: tl.constexpr):
+def _value_of(code, unit):
     """What is sent; -0.0 for a zero."""
-    return (LEVELS - code).to(tl.float32) * (unit * -1.0)  # -x would be 0 - x, which is not -0.0 where x is 0
+    return (7 - code).to(tl.float32) * (unit * -1.0)  # -x would be 0 - x, which is not -0.0 where x is 0
 
 
 @triton.jit
@@ -58,65 +58,58 @@ def _quantize_kernel(
     FEED: tl.constexpr,
     MASKED: tl.constexpr,
     LENGTH: tl.constexpr,
-    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program packs ROWS groups. Of 4 bits, even entries are the lower halves of the bytes, odd ones the upper."""
-    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
-    PER_BYTE: tl.constexpr = 8 // BITS
+    """One program packs ROWS groups. Even entries are the lower halves of the bytes, odd ones the upper."""
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, GROUP // PER_BYTE)
-    entry = (group % groups)[:, None] * GROUP + place[None, :] * PER_BYTE
+    place = tl.arange(0, GROUP // 2)
+    entry = (group % groups)[:, None] * GROUP + place[None, :] * 2
     number = (group // groups)[:, None] * count + entry
     source = values + number
     there = (group < total)[:, None]
     target = message + group * WIDTH
 
-    inside = there & (entry < count)
-    low = tl.load(source, mask=inside, other=0.0)
-    largest = tl.max(tl.abs(low), axis=1)
-    if PER_BYTE == 2:
-        inside_high = there & (entry + 1 < count)
-        high = tl.load(source + 1, mask=inside_high, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(high), axis=1))
-    exact = tl.div_rn(largest, tl.full([ROWS], LEVELS, tl.float32))
+    inside, inside_high = there & (entry < count), there & (entry + 1 < count)
+    low, high = tl.load(source, mask=inside, other=0.0), tl.load(source + 1, mask=inside_high, other=0.0)
+    largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
+    exact = tl.div_rn(largest, tl.full([ROWS], 7.0, tl.float32))
     exact = tl.where(exact > tl.load(least), exact, 0.0)
     scale = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     unit = _unit_of(scale)[:, None]
 
-    steps = _steps_of(low, unit, LEVELS)
-    left = low - steps * unit
-    codes = steps.to(tl.int32) + LEVELS
-    if FEED:
-        _give_back(residual, mask, number, sent, left, inside, MASKED, LENGTH)
-        left = _value_of(codes, unit, LEVELS)
-    tl.store(source, left, mask=inside)
-    if PER_BYTE == 2:
-        steps = _steps_of(high, unit, LEVELS)
-        left = high - steps * unit
-        code = steps.to(tl.int32) + LEVELS
-        if FEED:
-            _give_back(residual, mask, number + 1, sent, left, inside_high, MASKED, LENGTH)
-            left = _value_of(code, unit, LEVELS)
-        tl.store(source + 1, left, mask=inside_high)
-        codes = codes | (code << 4)
+    even = _pack(source, low, unit, residual, mask, number, sent, inside, FEED, MASKED, LENGTH)
+    odd = _pack(source + 1, high, unit, residual, mask, number + 1, sent, inside_high, FEED, MASKED, LENGTH)
+    codes = even | (odd << 4)
     tl.store(target[:, None] + place[None, :], codes.to(tl.uint8), mask=there)
     tl.store(target + (WIDTH - 2), (scale & 0xFF).to(tl.uint8), mask=group < total)
     tl.store(target + (WIDTH - 1), (scale >> 8).to(tl.uint8), mask=group < total)
 
 
-def quantize(values: Tensor, bits: int) -> Tensor:
+@triton.jit
+def _pack(
+    source, value, unit, residual, mask, number, sent, inside,
+    FEED: tl.constexpr, MASKED: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of every second entry of the groups; what is left of these is stored, or goes into the residual."""
+    steps = _steps_of(value, unit)
+    left = value - steps * unit
+    codes = steps.to(tl.int32) + 7
+    if FEED:
+        _give_back(residual, mask, number, sent, left, inside, MASKED, LENGTH)
+        left = _value_of(codes, unit)
+    tl.store(source, left, mask=inside)
+    return codes
+
+
+def quantize(values: Tensor) -> Tensor:
     """See :func:`naive.quantize`. One launch; values are read and written once."""
     assert values.dtype == torch.float32
-    shards, count = values.shape
-    message = torch.empty(shards, triton.cdiv(count, GROUP), group_bytes(bits), dtype=torch.uint8, device=values.device)
-    left = values.contiguous()
-    _launch_quantize(left, message, None, None)
-    if left is not values:
-        values.copy_(left)
-    return message
+    assert values.is_contiguous()
+    message = torch.empty(1, triton.cdiv(len(values), GROUP), GROUP_BYTES, dtype=torch.uint8, device=values.device)
+    _launch_quantize(values.unsqueeze(0), message, None, None)
+    return message[0]
 
 
 def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
@@ -134,7 +127,7 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
 
 def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
     """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, or goes into the residual."""
-    (shards, count), (_, groups, width) = values.shape, message.shape
+    (shards, count), groups = values.shape, message.shape[1]
     rows = _GROUPS if residual is None else _GROUPS // 4  # places of entries take registers, too
     launching.launch(
         _quantize_kernel,
@@ -151,9 +144,8 @@ def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, m
         FEED=residual is not None,
         MASKED=mask is not None,
         LENGTH=1 if residual is None else residual.shape[1],
-        BITS=bits_in(width),
         GROUP=GROUP,
-        WIDTH=width,
+        WIDTH=GROUP_BYTES,
         ROWS=rows,
         num_warps=4,
     )
@@ -161,21 +153,11 @@ def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, m
 
 @triton.jit
 def _dequantize_kernel(
-    message,
-    values,
-    count,
-    groups,
-    total,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    message, values, count, groups, total, GROUP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
-    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
-    PER_BYTE: tl.constexpr = 8 // BITS
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, GROUP // PER_BYTE)
-    entry = (group % groups)[:, None] * GROUP + place[None, :] * PER_BYTE
+    place = tl.arange(0, GROUP // 2)
+    entry = (group % groups)[:, None] * GROUP + place[None, :] * 2
     target = values + (group // groups)[:, None] * count + entry
     there = (group < total)[:, None]
     source = message + group * WIDTH
@@ -184,28 +166,25 @@ def _dequantize_kernel(
     scale = tl.load(source + (WIDTH - 2), mask=group < total, other=0).to(tl.int32)
     scale = scale | (tl.load(source + (WIDTH - 1), mask=group < total, other=0).to(tl.int32) << 8)
     unit = _unit_of(scale)[:, None]
-    tl.store(target, _value_of(codes & (2**BITS - 1), unit, LEVELS), mask=there & (entry < count))
-    if PER_BYTE == 2:
-        tl.store(target + 1, _value_of(codes >> 4, unit, LEVELS), mask=there & (entry + 1 < count))
+    tl.store(target, _value_of(codes & 15, unit), mask=there & (entry < count))
+    tl.store(target + 1, _value_of(codes >> 4, unit), mask=there & (entry + 1 < count))
 
 
-def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
+def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`. One launch."""
-    shards, groups, width = message.shape
+    shards, groups = message.shape[:2]
     values = torch.empty(shards, count, dtype=torch.float32, device=message.device) if out is None else out
-    rows = _GROUPS * 4 // bits  # as many bytes: with 8 bits, more of them would not fit into registers
     launching.launch(
         _dequantize_kernel,
-        triton.cdiv(shards * groups, rows),
+        triton.cdiv(shards * groups, _GROUPS),
         message.contiguous(),
         values,
         count,
         groups,
         shards * groups,
-        BITS=bits,
         GROUP=GROUP,
-        WIDTH=width,
-        ROWS=rows,
+        WIDTH=GROUP_BYTES,
+        ROWS=_GROUPS,
         num_warps=4,
     )
     return values

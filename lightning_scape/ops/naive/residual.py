@@ -13,7 +13,7 @@ from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.dispatch import operation
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.parts import column, cut, row_slices
-from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize_with_error, scatter_blocks
+from lightning_scape.ops.naive.wire import gather_blocks, quantize_with_error, scatter_blocks
 
 
 def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Sweep(NamedTuple):
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
     message: Tensor | None = None
-    """uint8 ``[S, G, W]``, written: fp32 values travel in 8 or 4 bits. The rows are those of S shards, of which the
+    """uint8 ``[S, G, W]``, written: fp32 values travel in 4 bits. The rows are those of S shards, of which the
     region has some as a whole; the message of the others stays as it is."""
 
     def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
@@ -91,7 +91,7 @@ def sweep(work: Sweep) -> None:
 
     1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
        (:func:`accumulate_exp_avg_sq`);
-    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 8 or 4
+    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 4
        bits is asked for, that is :func:`quantize_with_error` of each shard, for entries that have not changed: the
        residual is what was not sent yet, and what rounding leaves goes back into it.
 
@@ -113,11 +113,9 @@ def sweep(work: Sweep) -> None:
             for few in row_slices(residual, rows):
                 values[few] = compact(residual[few], cut(work.mask, few), values.dtype, cut(scale, few))
             continue
-        bits = bits_in(work.message.shape[2])
         for shard, few in work.shards_of(rows):
             here = values[few].zero_()
-            packed = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few), bits)
-            work.message[shard] = packed
+            work.message[shard] = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few))
 
 
 def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -210,19 +210,19 @@ def adamw_step(
     return Updated(_decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v)
 
 
-def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> Tensor:
+def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> None:
     """:func:`adams_step` on the masked entries of a shard; the rest as :func:`update_adamw`. No back end has a twin."""
 
     def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, _: Tensor | None) -> Updated:
         return adams_step(theta, m, tau, mean[rows], hyper)
 
-    return _update(step, shard, mask, numbers)
+    _update(step, shard, mask, numbers)
 
 
 @operation
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
-) -> Tensor:
+) -> None:
     """:func:`adamw_step` on the masked entries of a shard; theta, both moments and last_step change in place.
 
     Example: lr 1, no decay, both betas 0, eps 1e-30, two ranks: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
@@ -237,9 +237,6 @@ def update_adamw(
         mine: likewise of its dtype, a; None without a mask.
         numbers: of each row.
         ranks: N.
-
-    Returns:
-        0-dim int64: how many of the entries were updated in the step before too.
     """
 
     def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, v: Tensor | None) -> Updated:
@@ -247,22 +244,19 @@ def update_adamw(
         corrections = column(cut(numbers.first, rows)), column(cut(numbers.second, rows))
         return adamw_step(theta, m, v, tau, mean[rows], cut(mine, rows), hyper, corrections, ranks)
 
-    return _update(step, shard, mask, numbers)
+    _update(step, shard, mask, numbers)
 
 
-def _update(step: Callable[..., Updated], shard: ShardState, mask: Tensor | None, numbers: RowNumbers) -> Tensor:
-    """Steps by a rule, but for rows of scale 0; counts entries that were updated in the step before."""
-    again = torch.zeros((), dtype=torch.int64, device=shard.theta.device)
+def _update(step: Callable[..., Updated], shard: ShardState, mask: Tensor | None, numbers: RowNumbers) -> None:
+    """Steps by a rule, but for rows of scale 0."""
     for rows in row_slices(shard.theta):
         few, places = ShardState(*(cut(matrix, rows) for matrix in shard)), cut(mask, rows)
         now, applied = column(cut(numbers.step, rows)), column(cut(numbers.scale, rows)) != 0
         hyper = numbers.hyper.rows(cut(numbers.group, rows))
         tau = now - gather_blocks(few.last_step, places)
-        again += (applied & (tau == 1)).sum()
         m, v = (None if matrix is None else gather_blocks(matrix, places) for matrix in few[1:3])
         theta, *new = step(rows, tau.clamp(min=1).to(few.theta.dtype), hyper, few.theta, m, v)
         for matrix, value in zip(few[1:], (*new, now.to(few.last_step)), strict=True):
             if matrix is not None and value is not None:
                 scatter_blocks(matrix, places, torch.where(applied, value, gather_blocks(matrix, places)))
         few.theta.copy_(torch.where(applied, theta, few.theta))
-    return again
