@@ -404,34 +404,96 @@ class Broken:
     def load_state_dict(self, _: Any) -> None: ...
 
 
-def fabric_apart(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
-    found = {}
+def under_fabric(name: str, **options: Any) -> tuple[L.Fabric, nn.Module, dict[str, Any]]:
+    """After one step: Fabric, the module, and a state to save and load."""
+    plugins: Any = [GivenRanks()]
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FABRICS[name](**options), plugins=plugins)
+    fabric.launch()
+    model, optimizer = fabric.setup(module := nn.Linear(4, 2), torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    return fabric, module, {"model": model, "optimizer": optimizer, "note": 1}
+
+
+def fabric_apart(rank: int, world_size: int, folder: str) -> list[str]:
+    said = []
     for name, kind in (("scape", "sharded"), ("sparseloco", "full")):
-        path = f"{folder}/{name}"
-        plan = FABRICS[name](state_dict_type=kind)
-        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=plan, plugins=[GivenRanks()])
-        fabric.launch()
-        model, optimizer = fabric.setup(module := nn.Linear(4, 2), torch.optim.AdamW(module.parameters()))
-        fabric.backward(model(torch.ones(1, 4)).sum())
-        optimizer.step()
-        state = {"model": model, "optimizer": optimizer, "note": 1}
+        fabric, _, state = under_fabric(name, state_dict_type=kind)
+        path, other = f"{folder}/{name}", {"broken": Broken(), **state}
+        said.append(message_of(lambda f=fabric, p=path, o=other: f.save(p, o)))
         fabric.save(path, state)
-        found[name] = [
-            message_of(lambda f=fabric, s=state, p=path: f.save(f"{p}.other", {"broken": Broken(), **s})),
-            message_of(lambda f=fabric, s=state, p=path: f.save(f"{p}.other", {**s, "mine": lambda: None})),
-            message_of(lambda f=fabric, s=state, p=path: f.load(p if dist.get_rank() == 0 else f"{p}.none", s)),
-        ]
-        fabric.load(path, state)
-        assert state["note"] == 1
-    return found
+    return said
 
 
 def test_under_fabric_what_fails_on_one_rank_fails_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for found in run_ranks(fabric_apart, 2, str(tmp_path)):
-        for saved, pickled, loaded in found.values():
-            assert "one rank's mistake" in saved
-            assert "lambda" in pickled
-            assert "not found" in loaded or "on rank 1" in loaded
+    for said in run_ranks(fabric_apart, 2, str(tmp_path)):
+        assert all("one rank's mistake" in text for text in said)
+
+
+def save_what_cannot_be_pickled(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """On the one rank that holds it: rank 0's entry, or, of an optimizer inside a window, rank 1's option."""
+    found = {}
+    for name in FABRICS:
+        for kind in ("full", "sharded"):
+            for beside in (False, True):
+                fabric, module, state = under_fabric(name, state_dict_type=kind, async_save=beside)
+                path = f"{folder}/{name}-{kind}-{beside}"
+                fabric.save(path, state)
+                fabric.strategy.wait_for_checkpoint()
+                saved, other = weights(module), {**state, "note": 2}
+                if rank == 0 and name == "scape":
+                    other["mine"] = lambda: None
+                if rank == 1 and name == "sparseloco":
+                    state["optimizer"].param_groups[0]["mine"] = lambda: None
+                nn.init.zeros_(module.weight)
+                found[path] = message_of(lambda f=fabric, p=path, o=other: f.save(p, o))
+                state["optimizer"].param_groups[0].pop("mine", None)
+                fabric.load(path, state)
+                assert state["note"] == 1
+                assert torch.equal(weights(module), saved)
+    return found
+
+
+def test_a_state_that_one_rank_cannot_pickle_is_an_error_on_all_and_what_was_saved_stays(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for found in run_ranks(save_what_cannot_be_pickled, 2, str(tmp_path)):
+        assert len(found) == 8
+        for path, message in found.items():
+            assert "lambda" in message, path
+    assert {path.name for path in tmp_path.iterdir()} == {Path(path).name for path in found}
+
+
+def give_each_rank_a_path(rank: int, world_size: int, folder: str) -> list[str]:
+    """A save goes to rank 0's path, as Lightning's do; a load of several is none."""
+    said = []
+    for name, kind in (("scape", "sharded"), ("sparseloco", "full")):
+        fabric, module, state = under_fabric(name, state_dict_type=kind)
+        paths = [f"{folder}/{name}-of-{each}" for each in range(2)]
+        fabric.save(paths[rank], state)
+        assert [Path(path).exists() for path in paths] == [True, False]
+        fabric.save(paths[1], state)
+        nn.init.zeros_(module.weight)
+        said.append(message_of(lambda f=fabric, p=paths, s=state: f.load(p[rank], s)))
+        assert not module.weight.any()
+        fabric.load(paths[0], state)
+        assert module.weight.any()
+    for kind in ("full", "sharded"):
+        paths = [f"{folder}/{kind}-of-{each}" for each in range(2)]
+        trainer = make_trainer(strategy("scape", state_dict_type=kind))
+        trainer.fit(Regression())
+        for path in paths:
+            trainer.save_checkpoint(path)
+        trainer = make_trainer(strategy("scape"))
+        said.append(message_of(lambda t=trainer, p=paths: t.fit(Regression(), ckpt_path=p[rank])))
+    return said
+
+
+def test_a_load_of_other_paths_on_other_ranks_is_an_error_that_names_both(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for said in run_ranks(give_each_rank_a_path, 2, str(tmp_path)):
+        for name, text in zip(("scape", "sparseloco", "full", "sharded"), said, strict=True):
+            assert f"{tmp_path}/{name}-of-0' on rank 0" in text
+            assert f"{tmp_path}/{name}-of-1' on rank 1" in text
 
 
 class SavesAlone(pl.Callback):

@@ -19,14 +19,14 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from torch.utils.serialization import config
 
 META = "meta.pt"
 """In a directory that is a complete checkpoint: all but the ranks' parts. Written last."""
 _END = re.compile(r"\.[0-9a-f]{16}\.(partial|previous)")
-_TURNS = 1000
 _LONG_AGO = 24 * 3600.0
 """Seconds, after which a temporary is left behind where the file system has no locks."""
 _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
@@ -63,35 +63,15 @@ def save_file(content: Any, path: Path) -> None:
 
 def write(content: Any, path: Path) -> None:
     """``torch.save`` with checksums, whatever the user has set, and synced."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        with open(path, "wb") as file:
-            noting: Any = _Noting(file)
-            try:
-                torch.save(content, noting)
-            finally:
-                if noting.error is not None:
-                    raise noting.error
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-class _Noting:
-    """A file that keeps the error of a write: torch.save raises another one, which hides the reason."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.flush = file, file.flush
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
+    with config.patch({"save.compute_crc32": True}), open(path, "wb") as file:
         try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
+            torch.save(content, file)
+        except RuntimeError as error:  # torch raises one more while it handles that of a write
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -104,7 +84,7 @@ def explained(path: Path) -> Iterator[None]:
             error.errno or errno.EIO,
             f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and"
             " the checkpoints before it are untouched. Free space there, get the right to write there, or save"
-            " elsewhere.",
+            " elsewhere: a directory must be where all ranks see it.",
         ) from error
 
 
@@ -124,48 +104,35 @@ class Temporary:
     def __init__(self, path: Path, folder: bool = False) -> None:
         self._target = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_replaceable(path)
-        for each in _temporaries(path):
-            if each.suffix == ".partial" and not (each / META).exists() and _is_dead(each):
-                remove(each)
-        self.path, self._lock = _create(path, folder)
+        with _locked(path.parent):
+            _check_replaceable(path)
+            for each in _temporaries(path):
+                if each.suffix == ".partial" and not (each / META).exists() and _is_dead(each):
+                    remove(each)
+            self.path = _beside(path, "partial")
+            (self.path.mkdir if folder else self.path.touch)()
+            self._lock = os.open(self.path, os.O_RDONLY)
+            _lock(self._lock)
 
     def take_place(self) -> None:
-        """Renames what is complete. At every moment one complete checkpoint has a name.
-
-        Others may do the same at the same time; the last one stays.
-        """
-        # Not those that come later: what another save moves aside now may be this one.
-        before = [each for each in _temporaries(self._target) if each != self.path]
-        aside: Path | None = None
-        try:
-            for _ in range(_TURNS):
-                try:
-                    os.replace(self.path, self._target)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-                _check_replaceable(self._target)
-                moved = _beside(self._target, "previous")
-                with contextlib.suppress(FileNotFoundError):  # another save has moved it
-                    os.rename(self._target, moved)
-                    if aside is not None:
-                        remove(aside)
-                    aside = moved
-            else:
-                raise OSError(errno.EBUSY, f"{_TURNS} other saves to the same name came first")
-        except BaseException:
-            if aside is not None and not self._target.exists():
-                os.rename(aside, self._target)
-            raise
-        with contextlib.suppress(OSError):  # renames last through a power cut
-            handle = os.open(self._target.parent, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        for each in [*before, *([] if aside is None else [aside])]:
-            if each.suffix == ".previous" or _is_dead(each):
-                remove(each)
+        """Renames what is complete. At every moment one complete checkpoint has a name."""
+        target = self._target
+        with _locked(target.parent) as folder:
+            _check_replaceable(target)
+            aside: Path | None = None
+            if os.path.lexists(target) and (self.path.is_dir() or target.is_dir()):
+                aside = target.rename(_beside(target, "previous"))
+            try:
+                os.replace(self.path, target)
+            except OSError:
+                if aside is not None:
+                    os.rename(aside, target)
+                raise
+            with contextlib.suppress(OSError):
+                os.fsync(folder)  # renames last through a power cut
+            for each in _temporaries(target):
+                if each.suffix == ".previous" or _is_dead(each):
+                    remove(each)
 
     def close(self) -> None:
         """Ends the work. What has not taken its place is removed."""
@@ -182,19 +149,18 @@ def _stem(path: Path) -> str:
     return path.name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
-def _create(path: Path, folder: bool) -> tuple[Path, int]:
-    for _ in range(_TURNS):
-        new = _beside(path, "partial")
-        if folder:
-            new.mkdir()
-        else:
-            new.touch(exist_ok=False)
-        with contextlib.suppress(FileNotFoundError):  # another save took it for one left behind
-            lock = os.open(new, os.O_RDONLY)
-            if _lock(lock) is not False and os.fstat(lock).st_nlink:
-                return new, lock
-            os.close(lock)
-    raise OSError(errno.EBUSY, f"{_TURNS} names for a temporary were taken")
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """One save at a time makes or renames something in the folder, where its file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked process may have the handle, too
+        os.close(handle)
 
 
 def _lock(handle: int) -> bool | None:
@@ -237,11 +203,9 @@ def finished_temporaries(folder: Path, pattern: str) -> Iterator[Path]:
 
 def _check_replaceable(path: Path) -> None:
     """Raises ``OSError`` if a checkpoint would take the place of something that is none."""
-    if path.is_symlink() or not path.exists() or path.is_file():
+    if path.is_dir() and ((path / META).exists() or not any(path.iterdir())):
         return
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another save moves or replaces it
-        if path.is_dir() and ((path / META).exists() or not any(path.iterdir()) or (path / META).exists()):
-            return
+    if path.exists() and not path.is_file() and not path.is_symlink():
         raise IsADirectoryError(
             errno.EISDIR,
             f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is something"
@@ -261,45 +225,32 @@ def remove(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def check(path: Path) -> None:
+def check(path: Path, whole: bool = True) -> None:
     """Compares every record with its CRC-32, which torch.save writes and torch.load does not compare.
+
+    Args:
+        path: of the file.
+        whole: False looks at its ends alone: it was written to the end.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is torn or damaged, has no checksums, or is none of torch.save.
     """
-    records = check_ends(path)
-    if any(each.file_size for each in records) and not any(each.CRC for each in records):
-        raise CheckpointError(
-            f"The checkpoint {str(path)!r} must have checksums, got one that was saved after"
-            " torch.serialization.set_crc32_options(False). Load it by torch.load, and save it again with them."
-        )
-    with _archive(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise _damage(path, f"{damaged} is not as it was written")
-
-
-def check_ends(path: Path) -> list[zipfile.ZipInfo]:
-    """The table of contents of a file of torch.save: it is there, and so the file was written to its end.
-
-    Raises:
-        FileNotFoundError, CheckpointError: as :func:`check`.
-    """
     with open(path, "rb") as file:
         if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
-            raise CheckpointError(
-                f"The checkpoint {str(path)!r} must have checksums, got one of torch's old format, which has none. Load"
-                " it by torch.load, and save it again by torch.save."
-            )
+            raise _unchecked(path, "one of torch's old format, which has none")
     with _archive(path) as archive:
         records = archive.infolist()
+        damaged = archive.testzip() if whole else None
     if not records or min(each.header_offset for each in records):  # the end of an archive inside it
         raise _damage(path, "its end is missing")
     # Torch compresses none, and reads none well. Of one that says it is a folder it reads nothing, without an error.
     if any(each.compress_type or each.external_attr or each.is_dir() for each in records):
         raise _damage(path, "a record is compressed, or a folder")
-    return records
+    if whole and any(each.file_size for each in records) and not any(each.CRC for each in records):
+        raise _unchecked(path, "one that was saved after torch.serialization.set_crc32_options(False)")
+    if damaged is not None:
+        raise _damage(path, f"{damaged} is not as it was written")
 
 
 @contextlib.contextmanager
@@ -310,6 +261,13 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
             yield archive
     except Exception as error:
         raise _damage(path, error) from error
+
+
+def _unchecked(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {str(path)!r} must have checksums, got {got}. Load it by torch.load, and save it again by"
+        " torch.save, with checksums."
+    )
 
 
 def _damage(path: Path, what: object) -> CheckpointError:

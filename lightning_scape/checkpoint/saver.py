@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint import files
-from lightning_scape.checkpoint.shards import Directory, OwnState, Where, collect, whole_state, write_directory
+from lightning_scape.checkpoint.shards import (
+    Directory,
+    OwnState,
+    SavedState,
+    Where,
+    collect,
+    whole_state,
+    write_directory,
+)
 from lightning_scape.comm.collectives import Communicator, group_beside
 
 RNG = "scape_rng"
@@ -67,12 +75,7 @@ class Saver:
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For who copies or pickles a strategy: what is being written is left to this one."""
-        return {**self.__dict__, "_executor": None, "_pending": None}
 
     def save(
         self,
@@ -120,12 +123,15 @@ class Saver:
             content = {**rest, RNG: generators} if generators else rest
             ranks.raise_on_all_ranks(lambda: write(content) if lead else None)
 
-        if not self.asynchronous:
+        if self.asynchronous:
+            self._beside(act)
+        else:
             act()
-            return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
-        self._pending = self._executor.submit(act)
+
+    def _beside(self, act: Callable[[], None]) -> None:
+        executor = ThreadPoolExecutor(1, "scape-checkpoint")
+        self._pending = executor.submit(act)
+        executor.shutdown(wait=False)  # what was submitted is done
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of a write that failed."""
@@ -134,7 +140,7 @@ class Saver:
             pending.result()
 
     def finish(self, raising: bool) -> None:
-        """Waits and ends the thread. With ``raising=False`` an error becomes a warning: another error is on its way."""
+        """Waits. With ``raising=False`` an error becomes a warning: another error is on its way."""
         try:
             self.wait()
         except Exception as error:
@@ -142,18 +148,15 @@ class Saver:
                 raise
             with contextlib.suppress(Warning):  # where warnings are errors
                 warnings.warn(f"The last checkpoint was not written: {error}", stacklevel=2)
-        finally:
-            if self._executor is not None:
-                self._executor.shutdown()
-                self._executor = None
 
     def after(self, act: Callable[[], None]) -> None:
         """Runs ``act`` once nothing is being written: an old checkpoint is removed only after the new one is there.
 
         It acts on rank 0, and the others know nothing of it: what the system refuses becomes a warning.
         """
+        before = self._pending
 
-        def run(before: Future[None] | None) -> None:
+        def run() -> None:
             if before is not None:
                 before.result()
             try:
@@ -161,10 +164,10 @@ class Saver:
             except OSError as error:
                 warnings.warn(f"An old checkpoint must be removable, got {error!r}. Remove it by hand.", stacklevel=3)
 
-        if self._pending is None or self._executor is None:
-            run(None)
+        if before is None:
+            run()
         else:
-            self._pending = self._executor.submit(run, self._pending)
+            self._beside(run)
 
 
 def _copied(content: Any) -> Any:
@@ -191,11 +194,11 @@ def _copied(content: Any) -> Any:
     return Unpickler(file).load()  # what this process has written
 
 
-def opened(directory: Directory) -> dict[Any, Any]:
+def opened(directory: Directory, as_held: Callable[[SavedState], Any] = lambda state: state) -> dict[Any, Any]:
     """A directory as the host's checkpoint, its optimizers' states on disk until they are read."""
     content = dict(directory.rest)
     for where, state in directory.states().items():
-        put(content, where, state)
+        put(content, where, as_held(state))
     return content
 
 
@@ -219,10 +222,10 @@ def consolidate(path: Path) -> dict[Any, Any]:
         whole: dict[Any, Any] = files.load_file(path)
         return whole
     directory = Directory(path, Communicator.alone())
-    content, states = dict(directory.rest), directory.states()
-    for where, state in states.items():
-        put(content, where, whole_state(state))
-    return {**content, RNG: [directory.rng(number) for number in range(directory.ranks)]} if states else content
+    content = opened(directory, whole_state)
+    if directory.states():
+        content[RNG] = [directory.rng(number) for number in range(directory.ranks)]
+    return content
 
 
 def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:
@@ -248,9 +251,8 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
 
     Looks at files and directories right in the folder (of LitGPT's ``step-...`` folders, at the ``lit_model.pth`` in
     them). The newest is the one of the latest step: the Trainer's ``global_step``, else the steps of its optimizer of
-    SCAPE or SparseLoCo, else an entry ``step``, ``step_count`` or ``iter_num``. Of one step, and of those that tell
-    none, it is the last written. Warnings name those that are passed over. Under a process group it is collective:
-    rank 0 looks, and all get the same answer.
+    SCAPE or SparseLoCo. Of one step, and of those that tell none, it is the last written. Warnings name those that are
+    passed over. Under a process group it is collective: rank 0 looks, and all get the same answer.
 
     Args:
         folder: where checkpoints are.
@@ -269,11 +271,9 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
 def _newest(folder: Path, pattern: str, check: bool) -> Path | None:
     found = []
     for path in itertools.chain(folder.glob(pattern), files.finished_temporaries(folder, pattern)):
-        path, hidden = checkpoint_in(path), path.name.startswith(".")
-        if path.is_dir() and not ((path / files.META).exists() or any(path.glob("rank-*.pt"))):
-            continue  # some other folder
-        if hidden and not path.is_dir():
-            continue
+        path = checkpoint_in(path)
+        if not path.is_dir() if path.name.startswith(".") else path.is_dir() and not any(path.glob("rank-*.pt")):
+            continue  # a file that is not complete, or some other folder
         with _passing_over(path):
             found.append((_step_of(path), (path / files.META if path.is_dir() else path).stat().st_mtime_ns, path))
     for *_, path in sorted(found, reverse=True):
@@ -289,7 +289,7 @@ def _passing_over(path: Path) -> Iterator[None]:
     """Inside, what is wrong with a checkpoint becomes a warning."""
     try:
         yield
-    except (files.CheckpointError, OSError, MemoryError) as error:
+    except Exception as error:
         what = str(error) if str(path) in str(error) else f"{str(path)!r}: {type(error).__name__}: {error}"
         warnings.warn(f"Passed over: {what}", stacklevel=4)
 
@@ -301,27 +301,21 @@ def _step_of(path: Path) -> int:
         CheckpointError, OSError: it is not complete.
     """
     file = path / files.META if path.is_dir() else path
-    files.check_ends(file)
+    files.check(file, whole=False)
     try:
         content = files.read(file, True, mmap=True)  # nothing is read but the pickle
     except files.CheckpointError:  # a load may trust it
         return -1
     if not isinstance(content, dict):
         return -1
-    if not path.is_dir():
+    if path.is_dir():
+        for number in range(content["ranks"]):
+            files.check(path / f"rank-{number}.pt", whole=False)
+        facts = [facts for _, facts in content["facts"].values()]
+        content = content["rest"]
+    else:
         states = [state for value in content.values() for state in (value if isinstance(value, list) else [value])]
         parts = [part for state in states if isinstance(state, dict) for part in state.values()]
-        facts = [part.get("facts") for part in parts if isinstance(part, dict)]
-    else:
-        if "token" not in content:
-            raise files.CheckpointError(
-                f"{str(path)!r} must be a directory of lightning_scape, got another strategy's."
-            )
-        facts = [facts for _, facts in content["facts"].values()]
-        for number in range(content["ranks"]):
-            files.check_ends(path / f"rank-{number}.pt")
-        content = content["rest"] if isinstance(content["rest"], dict) else {}
-    ours = [each.get("step") for each in facts if isinstance(each, dict)]
-    counts = [content.get(name) for name in ("global_step", "step", "step_count", "iter_num")]
-    counts.insert(1, max((step for step in ours if type(step) is int), default=None))
+        facts = [part["facts"] for part in parts if isinstance(part, dict) and "facts" in part]
+    counts = [content.get("global_step"), *(each["step"] for each in facts)]
     return next((count for count in counts if type(count) is int), -1)

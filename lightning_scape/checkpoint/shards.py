@@ -16,9 +16,9 @@ All are plain files of torch.save. In a file a state is whole: ``{"state": ..., 
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -302,12 +302,7 @@ def taken(given: Any, method: str) -> Any:
 
 
 def not_collected(rank: int, call: str) -> RuntimeError:
-    """The error of a rank that is asked for the whole state and has a part.
-
-    Args:
-        rank: this one.
-        call: what collects it.
-    """
+    """The error of a rank that is asked for the whole state and has a part; ``call`` collects it."""
     return RuntimeError(
         f"The state must be collected from all ranks before it is read, got a call of state_dict() on rank {rank}"
         f" without it. Call {call} on every rank, then state_dict() on rank 0."
@@ -325,7 +320,9 @@ def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int 
     """
     chunks = {key: each for key, each in state.part.items() if isinstance(each, Chunk)}
     places = {key: (c.offset, c.length, tuple(c.tensor.shape), c.tensor.dtype) for key, c in chunks.items()}
-    told = ranks.all_gather_object({**state.part, **places})
+    facts = {key: each for key, each in state.part.items() if key not in chunks}
+    ranks.raise_on_all_ranks(lambda: pickle.dumps(facts))  # an optimizer of the user's may hold what cannot be sent
+    told = ranks.all_gather_object({**facts, **places})
     wholes: dict[str, Any] = {}
     into: list[list[Tensor]] = [[] for _ in told]
     for rows, part in zip(into, told, strict=True) if ranks.rank == to else ():
@@ -366,20 +363,8 @@ def write_directory(
             folder = Path(ranks.all_gather_object(str(new.path) if new is not None else "")[0])
 
             def write_part() -> None:
-                if not folder.is_dir():
-                    raise FileNotFoundError(
-                        errno.ENOENT, f"all ranks must see the same folder, got none there on rank {ranks.rank}"
-                    )
-                mine = {
-                    where: {
-                        key: (each.tensor.detach().to("cpu"), each.offset, each.length)
-                        if isinstance(each, Chunk)
-                        else each
-                        for key, each in state.part.items()
-                    }
-                    for where, state in states.items()
-                }
-                part = {"token": folder.name, "rng": rng, "states": mine}
+                held = {where: {key: _plain_form(each) for key, each in s.part.items()} for where, s in states.items()}
+                part = {"token": folder.name, "rng": rng, "states": held}
                 files.write(part, folder / f"rank-{ranks.rank}.pt")
 
             ranks.raise_on_all_ranks(write_part)
@@ -395,6 +380,11 @@ def write_directory(
         finally:
             if new is not None:
                 new.close()
+
+
+def _plain_form(each: Any) -> Any:
+    """A chunk as a tuple of a tensor in host memory and numbers; facts as they are."""
+    return (each.tensor.detach().to("cpu"), each.offset, each.length) if isinstance(each, Chunk) else each
 
 
 class Directory:
