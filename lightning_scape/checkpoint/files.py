@@ -63,7 +63,8 @@ def save_file(content: Any, path: Path) -> None:
 
 def write(content: Any, path: Path) -> None:
     """``torch.save`` with checksums, whatever the user has set, and synced."""
-    with config.patch({"save.compute_crc32": True}), open(path, "wb") as file:
+    checksums: Any = config.patch({"save.compute_crc32": True})  # type: ignore[attr-defined]  # made when torch runs
+    with checksums, open(path, "wb") as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch raises one more while it handles that of a write

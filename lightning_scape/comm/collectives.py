@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from lightning_scape.comm import pairs
 from lightning_scape.comm.work import SideStream, Work
-from lightning_scape.core.private_names import group_timeout
+from lightning_scape.core.private_names import broadcast_coalesced, group_timeout
 from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
@@ -135,23 +135,10 @@ def new_node_groups(size: int) -> tuple[ProcessGroup, ProcessGroup]:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-@torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
-    """Overwrites the tensors with those of the group's first rank, in few fused messages. In place."""
-    if world_size(process_group) == 1:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for waiting in kinds.values():
-        while waiting:
-            bucket = [waiting.pop()]
-            while waiting and sum(each.nbytes for each in (*bucket, waiting[-1])) <= _BROADCAST_BYTES:
-                bucket.append(waiting.pop())
-            flat = torch.cat([bytes_of(tensor) for tensor in bucket])
-            dist.broadcast(flat, group=process_group, group_src=0)
-            for tensor, part in zip(bucket, flat.split([each.nbytes for each in bucket]), strict=True):
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+    """Overwrites the tensors with those of the group's first rank, in few messages, as DDP does. In place."""
+    if world_size(process_group) > 1 and (sent := [each.detach() for each in tensors]):
+        broadcast_coalesced(process_group or dist.group.WORLD, sent, _BROADCAST_BYTES)
 
 
 def all_reduce_bytes(parameters: Iterable[Tensor], ranks: int) -> int:

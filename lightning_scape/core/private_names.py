@@ -35,6 +35,11 @@ def group_timeout(group: Any) -> timedelta | None:
     return timeout
 
 
+def broadcast_coalesced(group: Any, tensors: list[Tensor], message_bytes: int) -> None:
+    """Overwrites tensors with those of the group's first rank: DDP's constructor calls it, and torch has no other."""
+    torch.distributed._broadcast_coalesced(group, tensors, message_bytes, 0)  # type: ignore[attr-defined]
+
+
 def profiler_records() -> bool:
     """Whether torch's profiler records: without one, a range would still cost microseconds."""
     recording: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
