@@ -59,7 +59,7 @@ class World:
     """``size`` ranks. Whoever has one ends it."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        self.folder, self.calls, self.alive, self.spent = folder, 0, True, False
+        self.folder, self.calls, self.alive = folder, 0, True
         folder.mkdir(parents=True, exist_ok=True)
         context = start_server()
         self.ranks = []
@@ -103,7 +103,7 @@ class World:
             # They leave their process group together, only now: none has its connection cut while it still works.
             for _, connection in self.ranks:
                 connection.send_bytes(b"")
-            self.alive = not self.spent
+            self.alive = True
         values = [outcomes[rank][:2] for rank in range(len(self.ranks))]
         return [value if error is None else error for value, error in values]
 
@@ -116,14 +116,13 @@ class World:
     def _receive(self, rank: int) -> tuple[Any, BaseException | None, float]:
         process, connection = self.ranks[rank]
         try:
-            value, error, text, at, last = pickle.loads(connection.recv_bytes())
+            value, error, text, at = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             process.join(5.0)
             error = RankError(f"rank {rank} died without a result, exit code {process.exitcode}.")
             return None, error, time.monotonic()
         if error is not None:
             error.__cause__ = RemoteTraceback(rank, text)
-        self.spent |= last
         return value, error, at
 
     def _describe(self, timeout: float, outcomes: dict[int, Any]) -> str:
@@ -134,8 +133,8 @@ class World:
 
 
 _meshes: list[int] = []
-"""One for each device mesh. DTensor remembers meshes, and finds them again when their process groups are gone: a rank
-that has made one makes no further call."""
+"""One for each device mesh. DTensor remembers meshes, and finds them again in later calls: ranks that have made one keep
+their process group."""
 
 
 def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:
@@ -152,9 +151,10 @@ def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:
             fn, args, environ, number, timeout = pickle.loads(call)
             faulthandler.dump_traceback_later(timeout, file=stack)
             begin_anew(rank, {**environ, **torchrun_variables(rank, size)})
-            store = dist.FileStore(str(folder / f"store-{number}"), size)
-            seconds = datetime.timedelta(seconds=timeout)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+            if not dist.is_initialized():
+                store = dist.FileStore(str(folder / f"store-{number}"), size)
+                seconds = datetime.timedelta(seconds=timeout)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
             dist.barrier()  # a rank that leaves while another still connects would make that one fail
             with poisoned_empty():
                 value = fn(rank, size, *args)
@@ -167,7 +167,7 @@ def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:
             os._exit(1)
         connection.recv_bytes()
         faulthandler.cancel_dump_traceback_later()
-        if dist.is_initialized():
+        if dist.is_initialized() and not _meshes:
             dist.destroy_process_group()
 
 
@@ -201,12 +201,12 @@ def reset_rank_zero(rank: int = 0) -> None:
 def _pack(rank: int, value: Any, error: BaseException | None, text: str) -> bytes:
     """By plain pickle: torch's own reducers would pass file descriptors. The clock is the whole machine's."""
     try:
-        packed = pickle.dumps((value, error, text, time.monotonic(), _meshes != []))
+        packed = pickle.dumps((value, error, text, time.monotonic()))
         pickle.loads(packed)  # an exception with arguments of its own may pickle and yet not come back
     except Exception as failure:
         said = f"raised {type(error).__qualname__}: {error}" if error else f"gave what cannot be pickled: {failure}"
         text = text or traceback.format_exc()
-        return pickle.dumps((None, RankError(f"rank {rank} {said}"), text, time.monotonic(), True))
+        return pickle.dumps((None, RankError(f"rank {rank} {said}"), text, time.monotonic()))
     return packed
 
 
