@@ -199,7 +199,7 @@ class Communicator:
         self.side_stream = SideStream()
         """For messages that travel beside the step."""
         if is_distributed() and pairs.by_gloo(process_group):
-            pairs.let_senders_finish()
+            pairs.let_senders_finish(process_group)
 
     @classmethod
     def of_optimizer(cls, process_group: ProcessGroup | None) -> Self:

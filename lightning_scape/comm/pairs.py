@@ -13,6 +13,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,11 +65,18 @@ def _exchange(received: list[Tensor], sent: list[Tensor], group: dist.ProcessGro
     return lambda: [work.wait() for work in works if work is not None]
 
 
-def let_senders_finish() -> None:
-    """Makes gloo's receiving threads, those of all process groups, wait for their turn. They are found by name.
+_waiting: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def let_senders_finish(group: dist.ProcessGroup | None) -> None:
+    """Makes gloo's receiving threads, those of all process groups so far, wait for their turn. They are found by name.
 
     Threads with another policy than the default keep it. If the system forbids the change, all works as before.
     """
+    group = group or dist.group.WORLD
+    if group is None or group in _waiting:
+        return
+    _waiting.add(group)
     for task in Path("/proc/self/task").glob("*"):  # none but on Linux
         with contextlib.suppress(OSError):  # it has ended
             thread = int(task.name)
