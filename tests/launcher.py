@@ -133,8 +133,8 @@ class World:
 
 
 _meshes: list[int] = []
-"""One for each device mesh. DTensor remembers meshes, and finds them again in later calls: ranks that have made one keep
-their process group."""
+"""One for each device mesh. DTensor remembers meshes, and finds them again in later calls: ranks that have made one
+keep their process group."""
 
 
 def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:

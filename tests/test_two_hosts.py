@@ -225,7 +225,8 @@ def test_whole_runs_one_after_the_other_end_near_ddps_loss_and_send_what_is_coun
         environs = [{**everyone, "RANK": str(rank), "LOCAL_WORLD_SIZE": "1"} for rank in range(2)]
         run_ranks(on_host, 2, [host.namespace for host in hosts], environs, *command, fresh=True, timeout=timeout)
 
-    monkeypatch.setattr(load_example("two_hosts"), "run_ranks", run)  # forked: the test before starts them as the benchmark does
+    # Forked: the test before starts them as the benchmark does.
+    monkeypatch.setattr(load_example("two_hosts"), "run_ranks", run)
     rows = benchmark(monkeypatch, tmp_path, "runs", "--methods", "ddp", "scape-0.99")
     for row in rows.values():
         assert [point[0] for point in row["curve"]] == list(range(2, 25, 2))
