@@ -198,7 +198,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     assert stats.bytes_total == int(2 * norm * share) + sum(
         int(b * share) for b in (values_bytes, parameter_bytes, mask_bytes)
     )
-    assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_sent["norm"]
+    assert sum(optimizer.engine.step_bytes().values()) == stats.bytes_total
     return {"density": stats.density}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo, SparseLoCoConfig
 from lightning_scape.scape import cost as scape
+from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.tools import plan
 from lightning_scape.tools.cli import main
 
@@ -52,7 +54,8 @@ def test_bytes_of_scape_are_those_that_a_run_counts(run_ranks: Any, sparsity: fl
     config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=3)
     for counted in run_ranks(_scape, 2, sparsity):
         assert counted[-1] == sum(scape.scape_bytes(NUMELS, 2, config).values())
-        assert sum(counted) == scape.run_bytes(NUMELS, 2, config, 6)
+        of_step = functools.partial(scape.scape_bytes, NUMELS, 2, config)
+        assert sum(counted) == scape.run_bytes(SparsitySchedule.of(config), of_step, 6)
         assert counted[0] > counted[-1]
 
 

@@ -91,8 +91,7 @@ def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: 
     assert state is not None
     assert stats is not None
     counted = {"values": stats.bytes_sent["values"], "parameters": stats.bytes_sent["parameters"]}
-    width = 2 if dtype == torch.bfloat16 else 4
-    planned = scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
+    planned = scape_bytes(NUMELS, world_size, config)
     assert counted == {kind: planned[kind] for kind in counted}
     error = 0.0 if state.change_error is None else float(state.change_error.abs().max())
     masters = state.master is not None
@@ -238,10 +237,7 @@ def _switch(rank: int, world_size: int) -> None:
             warnings.simplefilter("always")
             optimizer.load_state_dict(state)
         assert any("wire_dtype" in str(warning.message) for warning in told)
-        state = optimizer.engine.state_at_rest()
-        optimizer.engine.parameters.flatten()
-        optimizer.engine.shard.refresh(state, stale=True)
-        return state
+        return optimizer.engine.state_at_rest()
 
     def whole(optimizer: ScapeOptimizer) -> dict[str, Any]:
         optimizer.consolidate_state_dict()
@@ -258,6 +254,7 @@ def _switch(rank: int, world_size: int) -> None:
     assert after.master is None
     blocks, pieces = first.engine.layout.block_size, first.engine.shard.region.pieces
     held = torch.zeros_like(before.master)
+    ops.gather_params(ops.ParamEntries(first.engine.parameters.flat, pieces, None, blocks), before.master, renew=True)
     ops.gather_params(ops.ParamEntries(second.engine.parameters.flat, pieces, None, blocks), held)
     assert torch.equal(held + after.change_error, before.master)
     assert after.change_error.any()
@@ -284,7 +281,7 @@ def _switch(rank: int, world_size: int) -> None:
         assert engine.outgoing.wire.packed == engine.shard.wire.packed == packed != engine.shard.keeps_masters
         step(params, fourth, rank, next(gradient))
         assert fourth.stats is not None
-        planned = scape_bytes(NUMELS, world_size, fourth.config, parameter_bytes=2)
+        planned = scape_bytes(NUMELS, world_size, fourth.config)
         assert fourth.stats.bytes_sent["values"] == planned["values"]
         assert fourth.stats.bytes_sent["parameters"] == planned["parameters"]
         kept = whole(fourth)

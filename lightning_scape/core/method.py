@@ -122,10 +122,6 @@ class Method(ABC):
         """
         raise NotImplementedError
 
-    def weights_loaded(self) -> None:
-        """Parameters were overwritten from outside."""
-        return
-
     def check_replicas(self) -> None:
         """Raises on every rank where parameters differ that should be equal now. Collective."""
         return

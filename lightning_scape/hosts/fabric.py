@@ -271,8 +271,6 @@ class FabricMethodStrategy(DDPStrategy):
         if self._nodes.several:
             state_dict = two_level.rows(inner, state_dict)
         super().load_module_state_dict(inner, state_dict, strict=strict)
-        for method in self.known.methods():
-            method.weights_loaded()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

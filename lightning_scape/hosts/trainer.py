@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator, leave_groups
-from lightning_scape.core.method import Method, find, find_all
+from lightning_scape.core.method import Method, find
 from lightning_scape.hosts import generators, guests, setup, signals, two_level
 from lightning_scape.hosts.checkpoints import ConnectorOfAll, StateDictType
 from lightning_scape.hosts.common import Common, StartMethod, check_ranks, check_start_method, register
@@ -407,8 +407,6 @@ class MethodStrategy(DDPStrategy):
         if self._nodes.several:
             checkpoint = {**checkpoint, "state_dict": two_level.rows(self._module, checkpoint["state_dict"])}
         super().load_model_state_dict(checkpoint, strict=strict)
-        for each in find_all(self.optimizers):
-            each.weights_loaded()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

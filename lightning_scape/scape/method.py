@@ -15,7 +15,7 @@ from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import norm_bytes
+from lightning_scape.scape.cost import run_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
@@ -75,10 +75,6 @@ class ScapeMethod(Method):
         return self.scape.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @override
-    def weights_loaded(self) -> None:
-        self.scape.mark_masters_stale()
-
-    @override
     def check_replicas(self) -> None:
         self.scape.engine.check_replicas()
 
@@ -95,7 +91,7 @@ class ScapeMethod(Method):
     @override
     def summary(self) -> str:
         config, schedule, nodes = self.scape.config, self.scape.schedule, self.scape.engine.node.world_size
-        sent = self.scape.bytes_per_step()
+        sent = sum(self.scape.engine.step_bytes().values())
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
         after = f" after a warm-up of {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
@@ -106,11 +102,7 @@ class ScapeMethod(Method):
 
     @override
     def bytes_of_steps(self, first: int, last: int) -> int:
-        scape = self.scape
-        counts = scape.schedule.sent_by_step(last, first)
-        tensors, ranks = len(scape.engine.parameters.local), self.communicator.world_size
-        norm = norm_bytes(scape.config, tensors, ranks)
-        return sum(count * (scape.bytes_per_step(sent) + norm) for sent, count in counts.items())
+        return run_bytes(self.scape.schedule, self.scape.engine.step_bytes, last, first)
 
     @property
     @override

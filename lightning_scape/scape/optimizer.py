@@ -249,14 +249,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
         self.engine.masks.wait()
 
-    def mark_masters_stale(self) -> None:
-        """Says that parameters were overwritten from outside, so that the next checkpoint holds new masters of them.
-
-        Not needed for training: when the owner updates an entry whose master does not round to the parameter, it takes
-        the parameter instead.
-        """
-        self.engine.mark_masters_stale()
-
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
         self.engine.parameters.rename(named_parameters)
@@ -275,14 +267,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def steps_taken(self) -> int:
         """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
         return self.engine.calls
-
-    def bytes_per_step(self, sent: int | None = None) -> int:
-        """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
-
-        Args:
-            sent: entries per block, q; None is the number at the end of the warm-up.
-        """
-        return self.engine.bytes_per_step(sent)
 
     @property
     def communicator(self) -> ScapeCommunicator:

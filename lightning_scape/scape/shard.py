@@ -174,15 +174,21 @@ class Shard:
         entries = ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
         ops.scatter_params(entries, values, self.as_changes, scale, error)
 
-    def refresh(self, state: ScapeState, *, stale: bool) -> None:
-        """Brings up to date what the owner keeps beside the parameters, before a step or a save.
+    def adopt(self, state: ScapeState) -> None:
+        """Makes of what another wire has kept what this one keeps: a master is what the parameter holds and lacks.
 
-        Args:
-            state: of this rank.
-            stale: parameters may have been overwritten since masters were read: those of changed ones are read anew.
+        A new master is 0. One that does not round to its parameter gives way to it when its entry is updated.
         """
-        flats, layout = self._parameters.flat, self._layout
-        if self.keeps_masters and (state.master is None or stale):
-            state.refresh_master(flats, layout, self._rank)
-        elif not self.keeps_masters and state.master is not None:  # left by another wire, or by one rank
-            state.split_master(flats, layout, self._rank)
+        foreign = state.change_error if self.keeps_masters else state.master
+        if foreign is None:
+            if self.keeps_masters and state.master is None:
+                state.master = torch.zeros_like(state.exp_avg)
+            return
+        held = torch.zeros_like(foreign)
+        entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, None, self._layout.block_size)
+        ops.gather_params(entries, held)
+        if self.keeps_masters:
+            state.master, state.change_error = held.add_(foreign), None
+        else:
+            ops.gather_params(entries, foreign, renew=True)
+            state.change_error, state.master = foreign.sub_(held), None

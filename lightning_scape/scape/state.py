@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.stats import StepStats
@@ -59,28 +58,6 @@ class ScapeState:
             step=torch.zeros((), dtype=torch.int32, device=device),
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
-
-    def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
-        """Reads the shard's master weights from the parameters. Keeps a master that rounds to the parameter's value.
-
-        So a checkpoint's parameters and masters may be loaded in either order.
-        """
-        if self.master is None:
-            self.master = torch.zeros_like(self.exp_avg)
-        entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
-        ops.gather_params(entries, self.master, renew=self.change_error is None)
-        if self.change_error is not None:  # its changes were packed
-            self.master.add_(self.change_error)
-            self.change_error = None
-
-    def split_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
-        """Turns masters into ``change_error``: what the parameter lacks; 0 where the master does not round to it."""
-        assert self.master is not None
-        entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
-        ops.gather_params(entries, self.master, renew=True)
-        held = torch.zeros_like(self.master)
-        ops.gather_params(entries, held)
-        self.change_error, self.master = self.master.sub_(held), None
 
 
 # ------------------------------------------------------------------------------------------------ one step

@@ -21,7 +21,7 @@ from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import Skips, width
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import message_bytes
+from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.opening import Opening
@@ -70,7 +70,6 @@ class Engine:
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
-        self._masters_stale = False
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -125,17 +124,19 @@ class Engine:
     def _agree(self, groups: Groups, stats: StepStats) -> Step:
         """Returns the step with its scale. All ranks know it from the first message, which clipping may have sent.
 
-        Allocates buffers at the first step, and brings masters up to date.
+        Allocates buffers at the first step.
         """
         grads = self.opening.gradients(groups, self.calls)
         answer, scale = self.opening.answer, self.opening.scale()
         assert answer is not None
         self.parameters.flatten()
-        state = self.state = self.state or self.allocate()
+        if self.state is None:
+            self.state = self.allocate()
+            self.shard.adopt(self.state)
+        state = self.state
         if not self.opening.compared:  # the first step, or the first after a load
             self.check_replicas()
             self.opening.compared = True
-        self._refresh_masters(state)
         sent = self.masks.schedule.sent(state.calls)
         stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
         return Step(state, groups, grads, stats, self.rows.scale(state, scale, answer.present), sent)
@@ -196,20 +197,17 @@ class Engine:
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
         self._settle_last_step()
-        state = self.state or self.allocate()
-        if state.master is not None:
-            self.parameters.flatten()
-            self._refresh_masters(state)
-        return state
+        return self.state or self.allocate()
 
     def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
         """Goes on from a loaded state, which may have another wire."""
         self.state, self.config = state, config
         self.outgoing, self.shard = _by_wire(self)
         self.skips.forget()
+        self.parameters.flatten()
+        self.shard.adopt(state)
         self.stats = self.consolidated = None
-        # Parameters may be loaded before or after. A master that does not round to its parameter is read anew.
-        self._masters_stale, self.opening.compared = True, False
+        self.opening.compared = False
 
     def stands(self) -> tuple[int, bool]:
         """Where it stands, the same on all ranks unless an error has ended a run: its steps, and whether it rests."""
@@ -232,18 +230,11 @@ class Engine:
         self.skips.in_row, self.skips.total = former.skips.in_row, former.skips.total
         return True
 
-    def mark_masters_stale(self) -> None:
-        """See :meth:`ScapeOptimizer.mark_masters_stale`."""
-        self._masters_stale, self.consolidated = True, None
-
-    def _refresh_masters(self, state: ScapeState) -> None:
-        self.shard.refresh(state, stale=self._masters_stale)
-        self._masters_stale = False
-
-    def bytes_per_step(self, sent: int | None = None) -> int:
-        """See :meth:`ScapeOptimizer.bytes_per_step`."""
+    def step_bytes(self, sent: int | None = None) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by kind; ``sent`` per block, None: as many as after the warm-up."""
+        numels = [parameter.numel() for parameter in self.parameters.local]
         back = None if self.shard.as_changes else self.parameters.wire_dtype.itemsize
-        return sum(message_bytes(self.config, self.layout.blocks, self.comm.world_size, back, sent).values())
+        return scape_bytes(numels, self.comm.world_size, self.config, sent, back)
 
 
 def _by_wire(engine: Engine) -> tuple[Outgoing, Shard]:

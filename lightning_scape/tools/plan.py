@@ -16,6 +16,7 @@ long. Count ``C + t`` there.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from lightning_scape.core.words import show_bytes, show_seconds, show_times
 from lightning_scape.scape import cost as scape
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 NEAR = 1.1
@@ -69,8 +71,9 @@ def plan(numels: Sequence[int], ranks: int, bandwidth: float, compute: float, st
     rows = [ddp("DDP fp32", 4), ddp("DDP bf16", 2)]
     for sparsity in (0.9, 0.99):
         config = ScapeConfig(sparsity=sparsity)
-        late, whole = scape.scape_bytes(numels, ranks, config), scape.run_bytes(numels, ranks, config, steps)
-        rows.append(exchanging(f"SCAPE {sparsity:.0%}", sum(late.values()), whole, scape.state_bytes(config, ranks)))
+        of_step = functools.partial(scape.scape_bytes, numels, ranks, config)
+        late, whole = sum(of_step().values()), scape.run_bytes(SparsitySchedule.of(config), of_step, steps)
+        rows.append(exchanging(f"SCAPE {sparsity:.0%}", late, whole, scape.state_bytes(config, ranks)))
     loco = SparseLoCoConfig()
     one, every = loco.exchange_bytes(numels, ranks), loco.sync_every
     state = 16  # AdamW's moments; starting point and error feedback
