@@ -227,7 +227,7 @@ SUITES: dict[str, list[Run]] = {
     ],
     "0.2M": [
         *drop_in(4e-3, [2e-3, 8e-3], range(3), **AT_02M),
-        *sweep([MUON, sparseloco(15, inner="muon")], [4e-3], **AT_02M),
+        *sweep([MUON, sparseloco(15, inner="muon"), sparseloco(15)], [4e-3], **AT_02M),
     ],
     "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
     "10M": drop_in(5e-4, size="10M", steps=4000, **LARGE),
