@@ -104,7 +104,7 @@ def record() -> dict[str, Launch]:
         for dtype in (torch.float32, torch.bfloat16):  # as it is with several ranks
             pieces = list(Layout([300], [0], 100, 1).everything().pieces)
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
-                changes = torch.zeros(3, 100 if mask is None else 1, dtype=torch.bfloat16)
+                changes = torch.zeros(3, 100 if mask is None else 1)
                 ops.scatter_params(ops.ParamEntries([torch.zeros(300, dtype=dtype)], pieces, mask, 100), changes, True)
         signs = random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16):
@@ -147,7 +147,7 @@ def sweep(
     grads = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
     positions = ops.position_dtype(length)
     mask = torch.zeros(rows, sent, dtype=positions) if masked else None
-    values = torch.zeros(rows, sent if masked else length, dtype=torch.bfloat16 if masked else torch.float32)
+    values = torch.zeros(rows, sent if masked else length)
     if own:
         moment = ops.SecondMoment(state[1], [0.1] * len(grads), 3)
         ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(rows), mask, values, moment))

@@ -127,7 +127,6 @@ def sweep_of(
     packed: bool = False,
     dtypes: Sequence[torch.dtype | None] = (torch.float32, None, torch.float32),
     state: torch.dtype = torch.float32,
-    wire: torch.dtype = torch.bfloat16,
     scale: Any = 0.7,
     second: bool = False,
     length: int = 20,
@@ -167,7 +166,7 @@ def sweep_of(
         grads,
         factor,
         None if sent is None else mask_of(rows, length, sent),
-        torch.full((rows, columns), 7.0, dtype=torch.float32 if packed else wire),
+        torch.full((rows, columns), 7.0),
         ops.SecondMoment(moments, weights, 3) if second else None,
         torch.full(room, 7, dtype=torch.uint8) if packed else None,
     )
@@ -177,9 +176,9 @@ def sweeps() -> Iterator[Case]:
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
     made: dict[str, ops.Sweep] = {
         "all rows, second moments": sweep_of(None, 2, second=True),
-        "own rows": sweep_of(1, 7, second=True, wire=fp32),
+        "own rows": sweep_of(1, 7, second=True),
         "own rows, everything": sweep_of(1, None, second=True),
-        "others' rows": sweep_of(0, 1, wire=fp32),
+        "others' rows": sweep_of(0, 1),
         "others' rows, everything": sweep_of(2, None),
         "several dtypes": sweep_of(None, 2, dtypes=(fp32, None, bf16), second=True),
         "in 4 bits": sweep_of(0, 2, packed=True, dtypes=(fp32, bf16)),
@@ -201,7 +200,7 @@ def sweeps() -> Iterator[Case]:
     nothing = made["others' rows"]._replace(region=Region((), ()), grads=[])
     yield Case("sweep", "an empty region", (nothing,))
     yield Case("sweep", "fp64", (sweep_of(1, 2, dtypes=(fp64,), state=fp64, second=True),), "cpu cuda")
-    yield Case("sweep", "fp16", (sweep_of(0, 2, dtypes=(torch.float16,), wire=torch.float16),), "cpu cuda")
+    yield Case("sweep", "fp16", (sweep_of(0, 2, dtypes=(torch.float16,)),), "cpu cuda")
     yield Case("sweep", "long blocks", (sweep_of(1, 2, length=5000, sizes=(12_000, 20_000), second=True),), "cuda")
 
 
@@ -269,10 +268,10 @@ def exchanges() -> Iterator[Case]:
         yield Case("gather_params", f"{name}, renewed", (entries, masters, True), "cpu cuda")
         by_row = torch.ones(rows)
         by_row[pieces[0].row : pieces[0].row + pieces[0].blocks] = 0.0
-        error, change = torch.randn(rows, 50) / 1000, (values / 100).bfloat16()
+        error = torch.randn(rows, 50) / 1000
         for how, rest in {
             "written": (values,),
-            "added": (change, True),
+            "added": (values / 100, True),
             "with errors": (values / 100, True, None, error),
             "by row": (values / 100, True, by_row, error),
             "scale zero": (values, True, SCALES["zero"]),

@@ -9,16 +9,12 @@ from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.hosts import setup
 from lightning_scape.sparseloco import SparseLoCo
 
-CHANGE_ROUNDING = 2e-4
-"""A part in 2**9 of the longest change in :func:`train_on`: where kernel and twin differ in the last place before a
-change is rounded to bf16, it may be rounded another way."""
-
 
 def train_on(
     rank: int,
     world_size: int,
     device: str,
-    wire_dtype: str = "bf16",
+    wire_dtype: str = "fp32",
     sparsity: float = 0.9,
     update: str = "adams",
     steps: int = 12,

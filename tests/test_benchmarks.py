@@ -147,10 +147,10 @@ def test_gpu_runs_dry_on_a_cpu(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def test_step_times_two_wires_in_turns(run_ranks: RunRanks, tmp_path: Path) -> None:
-    (row,) = short(run_ranks, tmp_path, "step", "--against=bf16")
+    (row,) = short(run_ranks, tmp_path, "step", "--against=fp32")
     assert {"own", "against", "more", "adamw", "fused", "phase/sweep"} <= set(row["milliseconds"])
     assert row["peak_bytes"] > 4 * row["parameters"]  # the residual alone
-    assert "(bf16)" in (tmp_path / "step.md").read_text()
+    assert "(fp32)" in (tmp_path / "step.md").read_text()
     assert (tmp_path / "step.png").read_bytes().startswith(PNG)
 
 

@@ -86,20 +86,18 @@ def test_select_positions_are_distinct_and_no_other_entry_is_larger(length: int,
 # -------------------------------------------------------------------------------------- fold and compact
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("whole", [True, False])
-def test_sent_plus_left_equals_what_was_there_exactly(wire: torch.dtype, whole: bool) -> None:
-    residual = torch.randn(40, 200) * torch.logspace(-30, 30, 40).unsqueeze(1)
-    residual[0, 0] = torch.finfo(torch.float32).max  # rounds to infinity in bf16, unless held back
-    before = residual.double()
+def test_sent_plus_left_equals_what_was_there_exactly(dtype: torch.dtype, whole: bool) -> None:
+    residual = torch.randn(40, 200, dtype=dtype) * torch.logspace(-30, 30, 40).unsqueeze(1)
+    before = residual.double().clone()
     mask = None if whole else ops.select(residual, 2)
-    sent = ops.compact(residual, mask, wire, ONE)
-    assert sent.dtype is wire
-    assert sent.isfinite().all()
+    sent = ops.compact(residual, mask, ONE)
+    assert sent.dtype is torch.float32
     there = torch.zeros(40, 200, dtype=torch.float64)
     ops.scatter_blocks(there, mask, sent.double())
     assert torch.equal(there + residual.double(), before)
-    if wire is torch.float32:
+    if dtype is torch.float32:
         assert (ops.gather_blocks(residual, mask) == 0).all()
 
 

@@ -514,7 +514,7 @@ class Overwrite(Callback):
 
 def overwrite_weights(rank: int, method: str, folder: str) -> None:
     """Also where an fp32 copy of narrower weights is kept."""
-    wires: list[dict[str, Any]] = [{}, {"wire_dtype": "bf16"}] if method == "scape" else [{}]
+    wires: list[dict[str, Any]] = [{}, {"wire_dtype": "fp32"}] if method == "scape" else [{}]
     for precision in ("32-true", "bf16-true"):
         for by_hand in (True, False):
             for wire in wires:

@@ -127,7 +127,7 @@ def _count(rank: int, world_size: int) -> tuple[int, int, int, int]:
     mesh = make_mesh(2)
     shapes = [(64, 100), (30, 10)]
     holder, flat = sharded(Holder(shapes), mesh), Holder(shapes)
-    options = {"wire_dtype": "bf16", "sparsity": 0.99, "clip_norm": "local"}
+    options = {"wire_dtype": "fp32", "sparsity": 0.99, "clip_norm": "local"}
     two_level = build(holder, mesh, **options)
     config = ScapeConfig(sparsity_warmup_steps=0, **options)
     one_level = ScapeOptimizer(flat.parameters(), config=config)

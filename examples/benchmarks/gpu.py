@@ -73,15 +73,12 @@ def check(args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--ignore=tests/gpu/test_nccl.py"]
         if subprocess.run(command, cwd=record.ROOT, check=False).returncode != 0:
             sys.exit("tests/gpu failed: no speed is reported for results that are wrong.")
-    for ranks, atol in (
-        (1, 1e-6),
-        (2, 2e-5),
-    ):  # with several, changes are rounded to bf16: to 4 bits, one may go to another multiple
+    for ranks in (1, 2):
         finals = {choice: short_training(args, choice, ranks) for choice in ("naive", "cuda")}
         for name, ours in finals["cuda"].items():
             theirs = finals["naive"][name]
             close = ours.dtype.is_floating_point and name != "residual"
-            same = torch.allclose(ours, theirs, rtol=1e-5, atol=atol) if close else torch.equal(ours, theirs)
+            same = torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) if close else torch.equal(ours, theirs)
             if not same:
                 sys.exit(f"kernels and reference disagree on the {name}: no speed is reported for wrong results.")
     print("kernels and reference agree: clocks and residuals bitwise, parameters and moments within rounding")
@@ -94,7 +91,8 @@ def short_training(args: argparse.Namespace, choice: str, ranks: int = 1) -> dic
     shapes = [(1500,), (30, 41)] if args.short else [(2_000_003,), (1024, 2048), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator).to(args.device)) for s in shapes]
     alone = ScapeConfig(sparsity_warmup_steps=0)
-    optimizer = scape(parameters, ranks, wire_dtype="bf16") if ranks > 1 else ScapeOptimizer(parameters, config=alone)
+    # In 4 bits, a difference in the last place may become another multiple.
+    optimizer = scape(parameters, ranks, wire_dtype="fp32") if ranks > 1 else ScapeOptimizer(parameters, config=alone)
     with ops.using(choice):
         for _ in range(5):
             for parameter in parameters:

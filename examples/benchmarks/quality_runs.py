@@ -144,8 +144,8 @@ def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
 
 
 def paper(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
-    """The same with the update of AdamS, without a warm-up, and with values in bf16."""
-    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, "wire_dtype": "bf16", **options})
+    """The same with the update of AdamS, and without a warm-up."""
+    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, **options})
 
 
 def one_page(sparsity: float) -> dict[str, Any]:
@@ -210,7 +210,7 @@ SHORT = [
         for task in ("digits-conv", "digits-gru")
         for run in sweep([ADAMW, scape(0.9)], [1e-3], (0, 1), task=task, ranks=2, steps=4, betas=TORCH_BETAS)
     ),
-    *sweep([paper(wire_dtype="fp32"), paper(wire_dtype="int4"), paper(clip_norm="local")], [2e-3], **TINY),
+    *sweep([paper(wire_dtype="fp32"), paper(clip_norm="local")], [2e-3], **TINY),
     *sweep([paper(sparsity_warmup_steps=600), sparseloco(2)], [2e-3], **TINY),
     *sweep([MUON, sparseloco(2, inner="muon")], [2e-3], **TINY),
 ]

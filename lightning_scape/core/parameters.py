@@ -164,14 +164,6 @@ class Parameters:
         """The dtype in which values travel whole: the parameters' own; for mixed ones, the narrowest that holds all."""
         return reduce(torch.promote_types, self._dtypes)
 
-    def travel_as_changes(self, dtype: torch.dtype) -> bool:
-        """Whether their changes are sent, rounded to ``dtype``, in place of their values: if it is narrower than all.
-
-        A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
-        masters are kept, parameters are roundings of them: then the values must come.
-        """
-        return dtype.itemsize < self.wire_dtype.itemsize and not self.need_masters
-
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of moments and masters: fp32, or fp64 if a parameter is."""

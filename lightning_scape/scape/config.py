@@ -9,19 +9,15 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-import torch
-
 from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
 
 Update = Literal["adamw", "adams"]
-WireDtype = Literal["int4", "bf16", "fp32"]
+WireDtype = Literal["int4", "fp32"]
 ClipNorm = Literal["sketch", "local"]
 
 STEPS_PER_WAIT = 50
 """Default warm-up: after so many steps an entry waits for one step more. At densities above 1% the wait grows more
 slowly, by the root of the density: there the bytes of a warm-up count less."""
-
-_WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -46,12 +42,10 @@ class ScapeConfig:
     for 4,950 steps at 99% and 1,424 at 90% (docs/design.md, 3.3)."""
 
     wire_dtype: WireDtype | None = None
-    """How values travel to their owner: ``"int4"`` (0.53 bytes: 64 values share a scale), ``"bf16"`` (2 bytes), or
-    ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"`` at sparsity 0, for dense
-    training; a run that goes on from a checkpoint keeps one that was chosen there. With int4, parameters of any dtype
-    come back as changes in as many bits, and the owner keeps their rounding errors. With
-    bf16 (which rounds a change by a part in 512) and fp32 they come back as changes if all are wider than the wire and
-    need no masters, else as values in their own dtype."""
+    """How values travel to their owner: ``"int4"`` (0.53 bytes: 64 values share a scale), or ``"fp32"``. None takes
+    ``"int4"``, or ``"fp32"`` at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was
+    chosen there. With int4 the rounding error stays in the residual, parameters of any dtype come back as changes in as
+    many bits, and the owner keeps their rounding errors. With fp32 they come back as values in their own dtype."""
 
     clip_norm: ClipNorm = "sketch"
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
@@ -139,19 +133,14 @@ class ScapeConfig:
         return self.wire_dtype or usual_wire(self.sparsity)
 
     @property
-    def values_dtype(self) -> torch.dtype:
-        """The torch dtype that ``wire_dtype`` names; fp32 for those that are packed into fewer bits."""
-        return _WIRE_DTYPES.get(self.wire, torch.float32)
-
-    @property
     def packed(self) -> bool:
         """Whether values travel in 4 bits."""
         return self.wire == "int4"
 
 
 def usual_wire(sparsity: float) -> WireDtype:
-    """The wire where none is chosen. Dense training is as with torch's optimizer, but for the rounding of bf16."""
-    return "int4" if sparsity else "bf16"
+    """The wire where none is chosen. Dense training is as with torch's optimizer."""
+    return "int4" if sparsity else "fp32"
 
 
 def _is_number(value: object) -> bool:

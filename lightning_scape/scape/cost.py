@@ -15,7 +15,7 @@ from lightning_scape.scape.mask import SparsitySchedule
 
 
 def scape_bytes(
-    numels: Sequence[int], ranks: int, config: ScapeConfig, sent: int | None = None, back: int | None = None
+    numels: Sequence[int], ranks: int, config: ScapeConfig, sent: int | None = None, back: int = 4
 ) -> dict[str, int]:
     """Bytes that a rank sends in a step, by kind; exactly what the package counts.
 
@@ -24,15 +24,15 @@ def scape_bytes(
         ranks: N.
         config: sparsity, wire dtype and rule of clipping are used.
         sent: entries per block, q; None is the number at the end of the warm-up.
-        back: bytes of a value that comes back; None: a change comes, as wide as what was sent.
+        back: bytes of a value that comes back, where nothing is packed.
     """
     block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
-    blocks, itemsize = Layout(numels, [0] * len(numels), block_size, ranks).blocks, config.values_dtype.itemsize
+    blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
     mine = blocks // ranks * sent
     buffers = {
         "norm": 2 * 4 * (width(config, ranks) + packed_size(len(numels), ranks) + DIGITS),
-        "values": ranks * (packed_bytes(mine) if config.packed else mine * itemsize),
-        "parameters": ranks * (packed_bytes(mine) if config.packed else mine * (back or itemsize)),
+        "values": ranks * (packed_bytes(mine) if config.packed else 4 * mine),
+        "parameters": ranks * (packed_bytes(mine) if config.packed else back * mine),
         "mask": blocks * ops.mask_bytes(sent, block_size) if sent < block_size else 0,
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}

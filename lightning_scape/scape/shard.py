@@ -28,8 +28,7 @@ class Outgoing:
         """The shards of the other ranks; rows count from block 0."""
         self.wire = ValueWire(config.packed and layout.world_size > 1)
         """Packs the values, while they are swept."""
-        self._rank, self._shards = rank, layout.world_size
-        self._dtype, self._my_rows = config.values_dtype, layout.rows_of(rank)
+        self._rank, self._shards, self._my_rows = rank, layout.world_size, layout.rows_of(rank)
         self._rows = slice(0, layout.blocks if self.region.rows else 0)  # none with one rank
 
     def fold(self, step: Step) -> None:
@@ -45,7 +44,7 @@ class Outgoing:
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
         residual, region = step.state.residual[self._rows], self.region
-        values = torch.empty(len(residual), step.sent, dtype=self._dtype, device=residual.device)
+        values = torch.empty(len(residual), step.sent, dtype=torch.float32, device=residual.device)
         message = self.wire.message(len(residual) // self._shards, step.sent, self._shards, residual.device)
         grads, mask = None if step.folded else step.parts(region), step.mask_of(self._rows)
         ops.sweep(ops.Sweep(region, residual, grads, step.scale.blocks, mask, values, message=message))
@@ -67,7 +66,7 @@ class Shard:
     Args:
         layout: blocks and shards.
         rank: this rank.
-        config: its update and wire are used.
+        config: its wire is used.
         parameters: of the optimizer.
         rows: know the parameter and the group of each block.
     """
@@ -75,15 +74,11 @@ class Shard:
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, rows: Rows) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
-        self._layout, self._rank, self._config = layout, rank, config
+        self._layout, self._rank = layout, rank
         self._parameters, self._numbers_of = parameters, rows
         self.wire = ValueWire(config.packed and layout.world_size > 1)
-        """Packs the changes."""
-        whole = not self.wire.packed
-        self._change_dtype = config.values_dtype if layout.world_size > 1 else parameters.wire_dtype
-        self.as_changes = not whole or parameters.travel_as_changes(self._change_dtype)
-        """Whether changes of parameters travel, in place of their values."""
-        self.keeps_masters = whole and parameters.need_masters
+        """Packs changes of parameters; else their values travel."""
+        self.keeps_masters = not self.wire.packed and parameters.need_masters
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
         packed, it keeps what parameters lack, in ``change_error``."""
 
@@ -97,7 +92,7 @@ class Shard:
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
         residual, mask = step.state.residual[self.rows], step.mask_of(self.rows)
-        values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
+        values = torch.empty(len(residual), step.sent, dtype=torch.float32, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         # Where everything is sent, AdamW's update takes the averaged gradient itself.
         moment = None if parts is None or mask is None else self._second_moment(step)
@@ -126,7 +121,7 @@ class Shard:
         # Where somebody else has written a parameter since, its value takes the master's place.
         entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, mask, self._layout.block_size)
         ops.gather_params(entries, theta, renew=state.master is not None)
-        before = theta.clone() if self.as_changes else None
+        before = theta.clone() if self.wire.packed else None
         numbers = self._numbers_of.numbers(state, step.scale, step.groups)
         shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
         if state.exp_avg_sq is None:
@@ -139,16 +134,11 @@ class Shard:
             ops.scatter_blocks(state.master, mask, theta)
         if before is None:
             message = theta.to(self._parameters.wire_dtype)
-        elif not self.wire.packed:
-            message = (theta - before).masked_fill_(theta == before, -0.0).to(self._change_dtype)
-        else:  # with the rounding errors of earlier changes; the new ones stay with us
-            if state.change_error is None:
-                state.change_error = torch.zeros_like(state.exp_avg)
-            message = ops.quantize_with_error(state.change_error, mask, theta, before, scale)
-            return message, theta.float()
-        # The rows of others are not written: 0.
-        message = torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message
-        return message, message
+            return message, message
+        # With the rounding errors of earlier changes; the new ones stay with us.
+        if state.change_error is None:
+            state.change_error = torch.zeros_like(state.exp_avg)
+        return ops.quantize_with_error(state.change_error, mask, theta, before, scale), theta.float()
 
     def write(self, step: Step, update: Tensor) -> None:
         """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
@@ -172,7 +162,7 @@ class Shard:
         error: Tensor | None = None,
     ) -> None:
         entries = ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
-        ops.scatter_params(entries, values, self.as_changes, scale, error)
+        ops.scatter_params(entries, values, self.wire.packed, scale, error)
 
     def adopt(self, state: ScapeState) -> None:
         """Makes of what another wire has kept what this one keeps: a master is what the parameter holds and lacks.

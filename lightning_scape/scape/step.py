@@ -233,7 +233,7 @@ class Engine:
     def step_bytes(self, sent: int | None = None) -> dict[str, int]:
         """Bytes that this rank sends in a step, by kind; ``sent`` per block, None: as many as after the warm-up."""
         numels = [parameter.numel() for parameter in self.parameters.local]
-        back = None if self.shard.as_changes else self.parameters.wire_dtype.itemsize
+        back = self.parameters.wire_dtype.itemsize
         return scape_bytes(numels, self.comm.world_size, self.config, sent, back)
 
 

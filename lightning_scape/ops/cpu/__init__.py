@@ -115,12 +115,11 @@ def sweep(work: naive.Sweep) -> None:
             _in_parallel(loop, int(table[:, 2].sum()), _rows(length))
     if values is None:
         return
-    limit = np.float32(torch.finfo(values.dtype).max)
     for rows in work.region.rows:
         if message is None:
             here, mask = values[rows], _or_empty(naive.cut(work.mask, rows), naive.position_dtype(length))
             matrices = _array(residual[rows]), mask, _array(here), _array(naive.cut(scale, rows).reshape(-1))
-            _in_parallel(functools.partial(loops.compact, *matrices, limit), len(here), _rows(values.shape[1]))
+            _in_parallel(functools.partial(loops.compact, *matrices), len(here), _rows(values.shape[1]))
             continue
         for shard, part in work.shards_of(rows):
             here, mask = values[part].zero_(), naive.cut(work.mask, part)

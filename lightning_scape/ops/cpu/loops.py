@@ -282,7 +282,7 @@ def fold(table, shares, residual, moments, scale, like_grad, first, last):
 
 
 @jit
-def compact(residual, mask, values, scale, limit, first, last):
+def compact(residual, mask, values, scale, first, last):
     """See :func:`naive.compact`."""
     sent, flat, out = values.shape[1], residual.reshape(-1), values.reshape(-1)
     all_places, rows = np.empty(max(sent, _TILE), np.uint64), max(1, _TILE // sent)
@@ -293,8 +293,8 @@ def compact(residual, mask, values, scale, limit, first, last):
         for c in range(count):
             value = flat[places[c]]
             applied = scale[0] != 0 if len(scale) == 1 else scale[row + c // sent] != 0
-            here[c] = _narrow(_clamp(value, limit) if applied else residual.dtype.type(0), values)
-            flat[places[c]] = value - _widen(here[c])
+            here[c] = value if applied else np.float32(0)
+            flat[places[c]] = value - here[c]
 
 
 @jit

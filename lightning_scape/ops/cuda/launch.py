@@ -33,11 +33,6 @@ def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any
         kernel[grid](*args, **meta, enable_fp_fusion=False)
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """A tensor as kernels take it: bf16 as int16."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
 def aligned(tensor: Tensor) -> bool:
     """Whether 16 bytes can be read at once from its start."""
     return tensor.data_ptr() % 16 == 0

@@ -30,10 +30,3 @@ def pointer(address, DTYPE: tl.constexpr):
     else:
         pointer = address.to(tl.pointer_type(DTYPE))
     return pointer
-
-
-@triton.jit
-def clamp(value, limit):
-    """Keeps NaN, as torch's clamp does."""
-    value = tl.where(value > limit, limit, value)
-    return tl.where(value < -limit, -limit, value)

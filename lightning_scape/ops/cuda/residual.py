@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_scape.core.layout import Span
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import LONGEST_ROW, row_width
-from lightning_scape.ops.cuda.numbers import clamp, narrow, pointer, widen
+from lightning_scape.ops.cuda.numbers import pointer, widen
 from lightning_scape.ops.cuda.wire import pack
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import SecondMoment, Sweep, cut
@@ -49,8 +49,6 @@ def _sweep_kernel(
     LARGEST: tl.constexpr,
     MASKED: tl.constexpr,
     FEW: tl.constexpr,
-    WIRE: tl.constexpr,
-    LIMIT: tl.constexpr,
     CELLS: tl.constexpr,
     LENGTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -87,19 +85,17 @@ def _sweep_kernel(
         tile = tl.where((offset < known) & taken[:, None], tile + value * factor[:, None], tile)
 
     if not MASKED:
-        raw = narrow(clamp(tile, LIMIT), WIRE)
-        tl.store(values + first * LENGTH + offset, tl.where(taken[:, None], raw, 0), mask=inside)
-        tile = tl.where(taken[:, None], tile - widen(raw, WIRE), tile)
-        tl.store(target, tile, mask=inside)
+        tl.store(values + first * LENGTH + offset, tl.where(taken[:, None], tile, 0), mask=inside)
+        tl.store(target, tl.where(taken[:, None], 0, tile), mask=inside)
     elif FEW:
-        tile = _take_by_turns(tile, mask, values, first, row, position, there, taken, sent, WIRE, LIMIT)
+        tile = _take_by_turns(tile, mask, values, first, row, position, there, taken, sent)
         tl.store(target, tile, mask=inside)
     else:
         tl.store(target, tile, mask=inside)
         tl.debug_barrier()
         _take_from_memory(residual + first * LENGTH, mask + first * sent, values + first * sent,
                           scale + first * scale_stride, scale_stride, rows, sent,
-                          WIRE, LIMIT, LENGTH, ROWS, CELLS)  # fmt: skip
+                          LENGTH, CELLS)  # fmt: skip
 
 
 @triton.jit
@@ -112,19 +108,14 @@ def _accumulate(place, value, factor, weights, mine, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _take_by_turns(
-    tile, mask, values, first, row, position, there, taken, sent, WIRE: tl.constexpr, LIMIT: tl.constexpr
-):
+def _take_by_turns(tile, mask, values, first, row, position, there, taken, sent):
     """Writes the masked entries of the tile, and returns the tile with what they leave behind."""
     cells = (first + row) * sent
     for turn in range(sent):
         place = tl.load(mask + cells + turn, mask=there, other=0).to(tl.int32)
         here = position[None, :] == place[:, None]
-        found = _only(tile, here)
-        raw = narrow(clamp(found, LIMIT), WIRE)
-        tl.store(values + cells + turn, tl.where(taken, raw, 0), mask=there)
-        rest = found - widen(raw, WIRE)
-        tile = tl.where(here & taken[:, None], rest[:, None], tile)
+        tl.store(values + cells + turn, tl.where(taken, _only(tile, here), 0), mask=there)
+        tile = tl.where(here & taken[:, None], 0, tile)
     return tile
 
 
@@ -144,10 +135,7 @@ def _take_from_memory(
     scale_stride,
     rows,
     sent,
-    WIRE: tl.constexpr,
-    LIMIT: tl.constexpr,
     LENGTH: tl.constexpr,
-    ROWS: tl.constexpr,
     CELLS: tl.constexpr,
 ):
     """Takes the masked entries out of rows that this program has just stored: they are in the cache."""
@@ -157,10 +145,8 @@ def _take_from_memory(
         row = cell // sent
         taken = tl.load(scale + row * scale_stride, mask=inside, other=0) != 0
         place = residual + row * LENGTH + tl.load(mask + cell, mask=inside, other=0).to(tl.int32)
-        found = tl.load(place, mask=taken, other=0)
-        raw = narrow(clamp(found, LIMIT), WIRE)
-        tl.store(values + cell, raw, mask=inside)
-        tl.store(place, found - widen(raw, WIRE), mask=taken)
+        tl.store(values + cell, tl.load(place, mask=taken, other=0), mask=inside)
+        tl.store(place, 0.0, mask=taken)
 
 
 def sweep(work: Sweep) -> None:
@@ -233,8 +219,8 @@ def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
         *chunks,
         work.scale.to(device),
         work.scale.dim(),
-        launching.raw(values) if mask is None else mask.contiguous(),
-        launching.raw(values),
+        values if mask is None else mask.contiguous(),
+        values,
         sent,
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
@@ -243,8 +229,6 @@ def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
         LARGEST=torch.finfo(torch.float32).max,
         MASKED=mask is not None,
         FEW=sent <= _FEW,
-        WIRE=launching.DTYPES[values.dtype],
-        LIMIT=torch.finfo(values.dtype).max,
         CELLS=_CELLS,
         LENGTH=residual.shape[1],
         **shape,

@@ -175,7 +175,6 @@ def _exchange_kernel(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     PARAMETER: tl.constexpr,
-    VALUES: tl.constexpr,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
     KEEP: tl.constexpr,
@@ -195,7 +194,7 @@ def _exchange_kernel(
     parameter = pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
     old = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
     if ADD:
-        given = widen(tl.load(values + place, mask=inside, other=0), VALUES)
+        given = tl.load(values + place, mask=inside, other=0)
         tl.store(parameter, narrow(old + given, PARAMETER), mask=inside)
         if KEEP:
             new = widen(narrow(old + given, PARAMETER), PARAMETER)
@@ -203,7 +202,7 @@ def _exchange_kernel(
             left = error + (first_row + row) * BLOCK_SIZE + column
             tl.store(left, tl.load(left, mask=inside, other=0) + lost, mask=inside)
     else:
-        tl.store(values + place, narrow(old, VALUES), mask=inside)
+        tl.store(values + place, old, mask=inside)
 
 
 def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
@@ -254,16 +253,15 @@ def _exchange(
             launching.table(starts, values.device),
             launching.table(tuple([piece.row for piece, _ in group]), values.device),
             *chunks,
-            launching.raw(values) if mask is None else mask,
-            launching.raw(values),
-            launching.raw(values) if scale is None else scale.to(values.device),
+            values if mask is None else mask,
+            values,
+            values if scale is None else scale.to(values.device),
             0 if scale is None else scale.dim(),
-            launching.raw(values) if error is None else error,
+            values if error is None else error,
             sent,
             BLOCK_SIZE=block_size,
             MASKED=mask is not None,
             PARAMETER=launching.DTYPES[dtype],
-            VALUES=launching.DTYPES[values.dtype],
             ADD=add,
             SCALED=scale is not None,
             KEEP=error is not None and dtype.itemsize < error.itemsize,

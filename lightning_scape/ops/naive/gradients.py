@@ -79,11 +79,6 @@ def fold(residual: Tensor, grad: Tensor, scale: Tensor) -> None:
         here.copy_(torch.where(factor != 0, here + factor * given.to(here), here))
 
 
-def within(bound: float, dtype: torch.dtype) -> float:
-    """A bound that torch can write in a dtype (it refuses 1e5 in fp16)."""
-    return min(bound, torch.finfo(dtype).max)
-
-
 def accumulate_exp_avg_sq(moment: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor) -> None:
     """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
 

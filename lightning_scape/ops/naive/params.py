@@ -70,7 +70,7 @@ def scatter_params(
         old, new = flat[places], _kept(values, piece, entries.block_size)
         taken = torch.ones_like(old, dtype=torch.bool) if scale is None else cut(scale, piece.row) != 0
         if add:
-            wide, given = old.to(torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float32)), new
+            wide, given = old.to(torch.promote_types(old.dtype, torch.float32)), new
             new = wide + given
             if error is not None and flat.itemsize < error.itemsize:
                 moved = new.to(flat.dtype).to(wide.dtype)

@@ -11,34 +11,23 @@ from torch import Tensor
 from lightning_scape.core.layout import Region
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
+from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.naive.parts import column, cut, row_slices
 from lightning_scape.ops.naive.wire import gather_blocks, quantize_with_error, scatter_blocks
 
 
-def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
+def compact(residual: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:
+    """Takes the masked entries out of the residual ``[R, B]``, and returns them: fp32 ``[R, q]``.
 
-    Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
+    Example: ``[[1, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` and keeps ``[[0, 5]]``.
 
-    Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
-    number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
-
-    Args:
-        residual: ``[R, B]``, changed in place.
-        mask: ``[R, q]`` or None.
-        wire_dtype: dtype of the values sent.
-        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and leaves the residual as it is.
-
-    Returns:
-        ``[R, q]`` of ``wire_dtype``.
+    What fp32 rounds of fp64 stays behind. ``scale`` is 0-dim, or one for each row ``[R]``; 0 sends zeros and leaves the
+    residual as it is.
     """
-    applied = column(scale.to(residual.device)) != 0
-    limit = within(torch.finfo(wire_dtype).max, residual.dtype)
     there = gather_blocks(residual, mask)
-    rounded = torch.where(applied, there.clamp(-limit, limit).to(wire_dtype), 0.0)
-    scatter_blocks(residual, mask, there - rounded)
-    return rounded
+    sent = torch.where(column(scale.to(residual.device)) != 0, there.float(), 0.0)
+    scatter_blocks(residual, mask, there - sent)
+    return sent
 
 
 class SecondMoment(NamedTuple):
@@ -68,11 +57,11 @@ class Sweep(NamedTuple):
     mask: Tensor | None
     """``[rows, q]`` positions, or None: everything is sent."""
     values: Tensor | None
-    """``[rows, q]`` of the wire's dtype, written. None: gradients are folded, and nothing is sent."""
+    """fp32 ``[rows, q]``, written. None: gradients are folded, and nothing is sent."""
     second_moment: SecondMoment | None = None
     """The owner's, or None."""
     message: Tensor | None = None
-    """uint8 ``[S, G, W]``, written: fp32 values travel in 4 bits. The rows are those of S shards, of which the
+    """uint8 ``[S, G, W]``, written: the values travel in 4 bits. The rows are those of S shards, of which the
     region has some as a whole; the message of the others stays as it is."""
 
     def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
@@ -111,7 +100,7 @@ def sweep(work: Sweep) -> None:
     for rows in work.region.rows:
         if work.message is None:
             for few in row_slices(residual, rows):
-                values[few] = compact(residual[few], cut(work.mask, few), values.dtype, cut(scale, few))
+                values[few] = compact(residual[few], cut(work.mask, few), cut(scale, few))
             continue
         for shard, few in work.shards_of(rows):
             here = values[few].zero_()
