@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import http.server
 import io
 import os
 import pickle
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ class Job:
     def save(self, path: Path, **more: Any) -> None:
         self.fabric.save(path, {**self.state(), **more})
 
-    def load(self, path: Path, **how: Any) -> dict[str, Any]:
+    def load(self, path: Path | str, **how: Any) -> dict[str, Any]:
         state = self.state()
         self.fabric.load(path, state, **how)
         return {name: state[name] for name in ("step", "note")}
@@ -187,6 +190,23 @@ def test_nothing_in_a_file_executes_but_by_the_users_word(tmp_path: Path) -> Non
     assert not bait.exists()
     job.load(path, weights_only=False)
     assert bait.exists()
+
+
+def test_nothing_at_an_address_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning reads it, and by itself executes what comes by http."""
+    job, bait = Job("scape", "full"), tmp_path / "executed"
+    job.save(tmp_path / "good.ckpt")
+    torch.save({**torch.load(tmp_path / "good.ckpt", weights_only=True), "note": Bait(bait)}, tmp_path / "bad.ckpt")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "downloads"))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert job.load(f"{address}/good.ckpt")["step"] == 3
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            job.load(f"{address}/bad.ckpt")
+        server.shutdown()
+    assert not bait.exists()
 
 
 @pytest.mark.parametrize("method", METHODS)
