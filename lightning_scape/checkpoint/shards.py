@@ -183,10 +183,15 @@ class SavedState(dict[str, Any]):
         shown: as it was saved.
         facts: likewise.
         parts: give the parts. They are asked one after the other, and only for what those before lack.
+        given_up: whether whole tensors may be given away as they are, for nobody else has them.
     """
 
     def __init__(
-        self, shown: Mapping[str, Any], facts: Mapping[str, Any], parts: Sequence[Callable[[], Mapping[str, Any]]]
+        self,
+        shown: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        parts: Sequence[Callable[[], Mapping[str, Any]]],
+        given_up: bool = False,
     ) -> None:
         super().__init__(shown)
         if facts["format"] > FORMAT:
@@ -194,7 +199,7 @@ class SavedState(dict[str, Any]):
                 f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
                 " Upgrade this installation."
             )
-        self.facts, self._parts = facts, parts
+        self.facts, self._parts, self._given_up = facts, parts, given_up
 
     def pieces(self, key: str) -> Iterator[Any]:
         """The chunks that hold a tensor, or a rank's facts."""
@@ -239,6 +244,8 @@ class SavedState(dict[str, Any]):
             raise files.CheckpointError(f"A state must hold {key!r}, got none. Load another checkpoint.")
         if not isinstance(first, Chunk):
             return deepcopy(first)
+        if self._given_up:
+            return first.tensor
         into = Chunk.whole(torch.empty(first.length, *first.tensor.shape[1:], dtype=first.tensor.dtype))
         self.read(key, into)
         return into.tensor
@@ -335,7 +342,7 @@ def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int 
                 wholes[key] = Chunk.whole(torch.empty(length, *shape[1:], dtype=dtype, device="cpu"))
             rows.append(wholes[key].tensor[offset : offset + shape[0]])
     ranks.carry([chunk.tensor for chunk in chunks.values()], into, to, device)
-    return SavedState(state, state.facts, [lambda: wholes]) if ranks.rank == to else None
+    return SavedState(state, state.facts, [lambda: wholes], given_up=True) if ranks.rank == to else None
 
 
 # ------------------------------------------------------------------------------------------------ a directory
