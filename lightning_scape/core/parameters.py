@@ -103,13 +103,13 @@ class Parameters:
             )
         self.flat, self._places = [flatten(parameter) for parameter in here], places
 
-    def flat_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same gradients flat, in the memory order of their parameters.
+    def flat_gradients(self) -> list[Tensor | None]:
+        """This rank's gradients flat, in the memory order of their parameters.
 
         Raises:
             ValueError: a gradient is sparse.
         """
-        given = zip(grads, self.local, strict=True)
+        given = zip(self.raw_gradients(), self.local, strict=True)
         return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -179,14 +179,9 @@ class Parameters:
         return [(group, *_shape(p), str(p.dtype)) for p, group in zip(self.local, self.groups, strict=True)]
 
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
-        """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold.
-
-        Args:
-            param_groups: the groups.
-        """
-        for group in param_groups:
-            if (found := problem_of_group(group)) is not None:
-                return found
+        """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold."""
+        if (found := problem_of_groups(param_groups)) is not None:
+            return found
         if not self.tensors:
             return (
                 "At least one parameter must require grad, got none that does. Unfreeze what is to be trained before"
@@ -237,20 +232,18 @@ def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) ->
     return None
 
 
-def problem_of_group(group: Mapping[str, Any]) -> str | None:
-    """The first rule that a group's options break, None if all hold."""
-    betas = group["betas"]
-    rules = (
-        (float(group["lr"]) >= 0, "lr", ">= 0", group["lr"]),
-        (len(betas) == 2 and all(0 <= float(b) < 1 for b in betas), "betas", "two numbers in [0, 1)", betas),
-        (float(group["eps"]) >= _LEAST_EPS, "eps", f"at least {_LEAST_EPS:g}", group["eps"]),
-        (float(group["weight_decay"]) >= 0, "weight_decay", ">= 0", group["weight_decay"]),
-    )
-    for holds, name, rule, value in rules:
-        if not holds:
-            return f"`{name}` must be {rule}, got {value!r}. Change it in the parameter group."
-    if group.get("maximize"):
-        return "`maximize` must be False, got True. Negate the loss instead."
-    if group.get("amsgrad"):
-        return "`amsgrad` must be False, got True: there is no second moment whose maximum could be taken. Drop it."
+def problem_of_groups(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first rule that the groups' options break, None if all hold."""
+    for group in param_groups:
+        betas = group["betas"]
+        for holds, name, rule in (
+            (float(group["lr"]) >= 0, "lr", ">= 0"),
+            (len(betas) == 2 and all(0 <= float(b) < 1 for b in betas), "betas", "two numbers in [0, 1)"),
+            (float(group["eps"]) >= _LEAST_EPS, "eps", f"at least {_LEAST_EPS:g}"),
+            (float(group["weight_decay"]) >= 0, "weight_decay", ">= 0"),
+            (not group.get("maximize"), "maximize", "False"),
+            (not group.get("amsgrad"), "amsgrad", "False"),
+        ):
+            if not holds:
+                return f"`{name}` must be {rule}, got {group[name]!r}. Change it in the parameter group."
     return None

@@ -90,7 +90,7 @@ class Skips:
             found, answer = pending
             scale, together = found.read().unbind()
             if not together:
-                self._first_message.raise_apart(answer.standing)
+                raise self._first_message.apart(answer.standing)
             self._count(bool(scale))
 
     def forget(self) -> None:

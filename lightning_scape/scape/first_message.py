@@ -52,6 +52,13 @@ class Standing(NamedTuple):
         digits = [(number >> 24 * place) % (1 << bits) for place in range(DIGITS)]
         return torch.tensor(digits, dtype=torch.float32, device="cpu")
 
+    @property
+    def where(self) -> str:
+        """The step, in words."""
+        batch = "" if self.batch is None else f" at batch {self.batch}"
+        left_out = f" after {self.left_out} gradients that no step used" if self.left_out else ""
+        return f"step {self.step + 1} of optimizer {self.optimizer}{batch}{left_out}"
+
 
 def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
     """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
@@ -99,57 +106,38 @@ class FirstMessage:
 
         Raises:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
-                :meth:`raise_apart` does that later, and the step is one that changes nothing.
+                the step changes nothing, and :meth:`apart` tells later.
         """
-        answer, error = self._exchange(measured, flags, standing)
-        if self.node.world_size == 1:
-            if error is not None:
-                raise error
-            return answer
-        return self._over_node(answer, error)
-
-    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
-        """The answer of the ranks with the same rows; on the CPU also an error that ranks with other rows must know."""
         ranks, device, error = self.communicator.world_size, measured.device, None
         packed, digest, sketched = pack_flags(flags, ranks), standing.digest(ranks), len(measured) > 1
         carried = ops.to_device(torch.cat([packed, digest]), device)
         room = measured.new_zeros(self._width - len(measured))
         sums = self.communicator.all_reduce_sum(torch.cat([measured, room, carried]))
         measured, packed, digests = sums.split([self._width, len(packed), DIGITS])
-        counts = count_flags(packed, len(flags), ranks)
-        together = (digests == ops.to_device(digest, device) * ranks).all()
-        try:
-            if device.type == "cpu" and not together:
-                self.raise_apart(standing)
-        except RuntimeError as raised:
-            error = raised
-        present = (counts != 0).float()
+        present = (count_flags(packed, len(flags), ranks) != 0).float()
         all_have = all(flags) if ranks == 1 else device.type == "cpu" and bool(present.all())
         mean = measured / ranks
         norm = torch.linalg.vector_norm(mean) if sketched else mean.sum().sqrt()
-        return Answer(norm, None if all_have else present, together, standing), error
-
-    def _over_node(self, answer: Answer, error: Exception | None) -> Answer:
-        """The answer with the norm of the whole gradient. What the ranks of some rows know, all learn. Collective."""
-        norm = answer.norm
-        well = answer.together if error is None else torch.zeros_like(norm)
-        facts = torch.stack([norm, well.to(norm.dtype)])
-        everyone = self.node.all_gather_stacked(facts)
-        together = everyone[:, 1].all()
-        if norm.device.type == "cpu" and not together:
+        together = (digests == ops.to_device(digest, device) * ranks).all()
+        if device.type == "cpu" and not together:
+            error = self.apart(standing)
+        if self.node.world_size > 1:  # the norm of all rows; and what the ranks of some rows know, all learn
+            everyone = self.node.all_gather_stacked(torch.stack([norm, together.to(norm.dtype)]))
+            norm, together = torch.linalg.vector_norm(everyone[:, 0]), everyone[:, 1].all()
+        if device.type == "cpu" and not together:
             self.node.raise_together(error)
-        return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together)
+        return Answer(norm, None if all_have else present, together, standing)
 
-    def raise_apart(self, standing: Standing) -> None:
-        """Raises on every rank what is wrong, from every rank's standing. Collective: all know that they differ."""
+    def apart(self, standing: Standing) -> RuntimeError:
+        """What is wrong, from every rank's standing. Collective: all know that they differ."""
         everyone: list[Standing] = self.communicator.all_gather_object(standing)
         for rank, other in enumerate(everyone):
             if other.problem is not None:
-                raise RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
-        raise RuntimeError(difference(everyone))
+                return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
+        return RuntimeError(_difference(everyone))
 
 
-def difference(everyone: Sequence[Standing]) -> str:
+def _difference(everyone: Sequence[Standing]) -> str:
     """The error's text where standings differ, naming the first thing that does."""
     first = everyone[0]
     found = [
@@ -174,18 +162,11 @@ def difference(everyone: Sequence[Standing]) -> str:
             " gradients: clip_grad_norm() goes by their mean over all ranks, and changes nothing where it is small."
         )
     return (
-        f"All ranks must take the same steps, got {_where(first)} on rank 0 and {_where(other)} on rank {rank}. Nothing"
+        f"All ranks must take the same steps, got {first.where} on rank 0 and {other.where} on rank {rank}. Nothing"
         " of this step was applied. A rank has left out a step that others take (a plain GradScaler, a look at its own"
         " gradients, an error that was caught), or steps its optimizers in another order. Take a step on all ranks or"
         " on none: `optimizer.all_finite()` asks all of them. Restart all ranks from the newest checkpoint."
     )
-
-
-def _where(standing: Standing) -> str:
-    optimizer = f" of optimizer {standing.optimizer}"
-    batch = "" if standing.batch is None else f" at batch {standing.batch}"
-    left_out = f" after {standing.left_out} gradients that no step used" if standing.left_out else ""
-    return f"step {standing.step + 1}{optimizer}{batch}{left_out}"
 
 
 def _unequal_groups(reference: tuple[tuple[float, ...], ...], other: tuple[tuple[float, ...], ...], rank: int) -> str:

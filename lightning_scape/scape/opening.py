@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lightning_scape.core.parameters import Parameters, problem_of_group
+from lightning_scape.core.parameters import Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
 from lightning_scape.scape.clipping import Sketch, squared_norm
 from lightning_scape.scape.first_message import Answer, FirstMessage, Standing, settings
@@ -38,13 +35,12 @@ class Opening:
         """Whether parameters were compared with the other ranks' since they were loaded."""
         self._left_out = 0
         """Gradients that were dropped before a step used them."""
-        self._used = True
-        self._cleared: list[int | None] = []
-        """:meth:`_versions` after gradients were cleared."""
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was recorded: its gradient is gone."""
+        """Drops what was recorded: its gradients are used, or gone."""
+        self._used = True
+        """Whether all ranks have used their gradients since they were cleared, or had none."""
         self.answer: Answer | None = None
         """To the first message, with the gradients at hand; None before it."""
         self._factor: Tensor | None = None
@@ -67,10 +63,10 @@ class Opening:
         grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
         device, error, ranks = self._parameters.device, None, self._message.communicator.world_size
         try:
-            if problems := [found for group in groups if (found := problem_of_group(group)) is not None]:
-                raise ValueError(problems[0])
+            if (problem := problem_of_groups(groups)) is not None:
+                raise ValueError(problem)
             self._parameters.check_groups(groups)
-            grads = self._parameters.flat_gradients(self._parameters.raw_gradients())
+            grads = self._parameters.flat_gradients()
         except Exception as found:
             error = found
         if error is not None and (ranks == 1 or device.type == "cuda"):
@@ -150,13 +146,10 @@ class Opening:
         self._remember()
         return finite
 
-    def _raw(self) -> list[Tensor | None]:
-        return self._parameters.raw_gradients()
-
     def _remember(self) -> None:
         """Notes the gradients whose norm is known before the step: it takes the same ones."""
-        self._measured = [(grad, None if grad is None else version(grad)) for grad in self._raw()]
-        self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
+        self._measured = [(grad, None if grad is None else version(grad)) for grad in self._parameters.raw_gradients()]
+        self._used = True  # also by ranks without gradients: what follows is decided by the same norm
 
     def check_measured(self) -> None:
         """Forgets what was recorded if its gradients are gone, all of them, as after a step that was left out.
@@ -165,7 +158,7 @@ class Opening:
             RuntimeError: one has changed since it was clipped. It may no longer be finite, and the recorded factor
                 would also scale what was added since.
         """
-        pairs = list(zip(self._raw(), self._measured, strict=False))
+        pairs = list(zip(self._parameters.raw_gradients(), self._measured, strict=False))
         changed = any(grad is not known for grad, (known, _) in pairs)
         if changed and not any(grad is not None and grad is known for grad, (known, _) in pairs):
             self.forget()
@@ -178,23 +171,9 @@ class Opening:
                     " them."
                 )
 
-    # ------------------------------------------------------------------------------------- what became of gradients
-
-    def used(self) -> None:
-        """Notes that all ranks have used their gradients, or had none."""
-        self._used = True
-
-    @contextlib.contextmanager
-    def dropping(self) -> Iterator[None]:
-        """A context around the clearing of gradients: counts those that no step used, forgets what was recorded."""
-        changed = self._versions() != self._cleared
-        if not self._used and changed and any(p.grad is not None for p in self._parameters.tensors):
-            self._left_out += 1
-        self._used = False
+    def drop(self) -> None:
+        """Before gradients are cleared: counts those that no step used, forgets what was recorded about them."""
+        unused = not self._used and any(p.grad is not None for p in self._parameters.tensors)
         self.forget()
-        yield
-        self._cleared = self._versions()
-
-    def _versions(self) -> list[int | None]:
-        """How often each gradient was written."""
-        return [None if p.grad is None else version(p.grad) for p in self._parameters.tensors]
+        self._left_out += unused
+        self._used = False

@@ -240,8 +240,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
-        with self.engine.opening.dropping():
-            self.optimizer.zero_grad(set_to_none)
+        self.engine.opening.drop()
+        self.optimizer.zero_grad(set_to_none)
 
     # --------------------------------------------------------------------------------- life of the state
 

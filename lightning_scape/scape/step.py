@@ -146,7 +146,6 @@ class Engine:
         assert answer is not None
         state.calls += 1
         stats.step, self.stats = state.calls, stats
-        self.opening.used()
         self.opening.forget()
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
