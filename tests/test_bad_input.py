@@ -32,8 +32,8 @@ def with_own_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     ("build", "error", "words"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), TypeError, r"must be torch.optim.AdamW.*got torch.optim.sgd.SGD"),
-        (lambda p: OwnAdamW(p), TypeError, r"OwnAdamW, a subclass of AdamW with a `step` of its own"),
-        (lambda p: with_own_step(torch.optim.AdamW(p)), TypeError, "AdamW, an object with a `step` of its own"),
+        (lambda p: OwnAdamW(p), TypeError, r"OwnAdamW with a `step` of its own"),
+        (lambda p: with_own_step(torch.optim.AdamW(p)), TypeError, "AdamW with a `step` of its own"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ValueError, "`amsgrad` must be False, got True"),
     ],
 )

@@ -54,7 +54,7 @@ def node_rows(rows: int, shards: int, shard: int) -> range:
 
 def first_entry(parameter: Tensor) -> int:
     """The place in the flat whole parameter of the first entry that this rank holds."""
-    return first_row(parameter) * _row(parameter) if isinstance(parameter, DTensor) else 0
+    return first_row(parameter) * (parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() else 0
 
 
 def first_row(tensor: Tensor) -> int:
@@ -63,10 +63,6 @@ def first_row(tensor: Tensor) -> int:
         return 0
     mesh = tensor.device_mesh
     return node_rows(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
-
-
-def _row(parameter: Tensor) -> int:
-    return parameter.numel() // max(1, parameter.shape[0])
 
 
 # ------------------------------------------------------------------------------------------- the two groups
@@ -142,26 +138,16 @@ def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str
             " gradient would not be averaged over the node. Call fully_shard on the whole model too, or freeze it."
         )
     placements: Any = parameter.placements
-    if parameter.device_mesh.ndim != 1 or len(placements) != 1:
+    if parameter.device_mesh != mesh or mesh.ndim != 1 or placements != (Shard(0),):
         return (
-            f"Parameters must be sharded over one dimension of ranks, those of a node, got {name} on the mesh"
-            f" {parameter.device_mesh} with {placements}. Call fully_shard(module, mesh=mesh['shard']); a dimension of"
-            " tensor parallelism is not supported, and the nodes' dimension is SCAPE's."
-        )
-    if placements[0] != Shard(0):
-        return (
-            f"Parameters must be sharded by rows, Shard(0), got {name} with {placements[0]}. Leave out"
-            " `shard_placement_fn`."
+            f"Parameters must be sharded by rows, Shard(0), over one dimension of ranks, a node's, got {name} on the"
+            f" mesh {parameter.device_mesh} with {placements}. Call fully_shard(module, mesh=mesh['shard']) with the"
+            " same mesh each time; a dimension of tensor parallelism is not supported, and the nodes' is SCAPE's."
         )
     if parameter.device.type != mesh.device_type:
         return (
             f"Sharded parameters must stay on their mesh's device, {mesh.device_type}, got {name} on"
             f" {parameter.device.type}. Leave out CPUOffloadPolicy."
-        )
-    if parameter.device_mesh != mesh:
-        return (
-            f"Parameters must be sharded over one mesh, got {name} on {parameter.device_mesh} and others on {mesh}."
-            " Give the same mesh to every fully_shard."
         )
     return None
 

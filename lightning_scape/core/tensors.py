@@ -40,14 +40,9 @@ def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
-def entries_of(tensor: Tensor) -> Tensor:
-    """Flat: the entries as they read, in their order; a copy where memory has another order, or a conjugate."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8, flat: the memory of :func:`entries_of`."""
-    return entries_of(tensor).view(torch.uint8)
+    """uint8, flat: the entries as they read, in their order; a copy where memory has another order, or a conjugate."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def can_be_sent(tensor: Tensor) -> bool:

@@ -31,23 +31,11 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     # torch wraps `step` once per class (profiling), and a scheduler once per object: compare what is inside.
     steps = {inspect.unwrap(accepted.step) for accepted in _ACCEPTED}
-    if (
-        isinstance(optimizer, _ACCEPTED)
-        and inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step)) not in steps
-    ):
-        base = next(accepted for accepted in kind.__mro__ if accepted in _ACCEPTED)
-        whose = "an object" if "step" in vars(optimizer) else f"a subclass of {base.__name__}"
+    if inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step)) not in steps:
         raise TypeError(
-            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS with the step of that"
-            f" class, got {kind.__module__}.{kind.__qualname__}, {whose} with a `step` of its own: SCAPE's step would"
-            f" take its place, and what it does would be lost. Use {base.__name__} itself, or SparseLoCo, which keeps"
-            " any optimizer."
-        )
-    if not isinstance(optimizer, _ACCEPTED):
-        raise TypeError(
-            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS, got"
-            f" {kind.__module__}.{kind.__qualname__}. SCAPE's masks come from the first moment of an Adam-class"
-            " optimizer: build one of these, or take SparseLoCo, which keeps any optimizer."
+            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS, with the step of that"
+            f" class, got {kind.__module__}.{kind.__qualname__} with a `step` of its own: SCAPE's would take its place."
+            " Use one of these, or SparseLoCo, which keeps any optimizer."
         )
     for group in optimizer.param_groups:
         for name, why in _NOT_KEPT.items():
@@ -68,18 +56,14 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's optimizer holds anything: a mere look at an entry of its ``state`` makes an empty one."""
-    return any(value for key, value in optimizer.state.items() if key != ELSEWHERE)
-
-
 def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict[str, Any] | None:
     """What an optimizer has learnt before SCAPE takes its place; None: nothing yet. Collective.
 
     Raises:
         ValueError: some ranks' optimizers have stepped, or were given a state, and others' have not; on every rank.
     """
-    have = ranks.all_gather_object(has_state(optimizer))
+    # A mere look at an entry of torch's `state` makes an empty one.
+    have = ranks.all_gather_object(any(value for key, value in optimizer.state.items() if key != ELSEWHERE))
     if all(have):
         return ranks.raise_on_all_ranks(optimizer.state_dict)
     if any(have):

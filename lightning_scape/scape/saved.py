@@ -163,19 +163,24 @@ def load(engine: Engine, state: ScapeState, given: Any, groups: Sequence[Mapping
     """
     given = taken(given, METHOD)
     if not isinstance(given, SavedState):
-        return _load_dense(engine, state, _by_number(given, engine.parameters), groups)
+        return _load_dense(engine, state, given, groups)
     return _load(engine, state, given, groups)
 
 
 def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
     check_model(facts, saved["param_groups"], parameters, groups)
-    notes = _frozen_since(facts["shapes"], parameters)
+    notes = []
     frozen_alike = facts["shapes"].keys() == set(parameters.indices)
-    if config.wire_dtype is None and facts["config"].get("wire_dtype") is not None:
-        config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire
-        notes += _unusual_wire(engine.config, config)
     new = {index: facts["step"] for index in parameters.indices if index not in facts["shapes"]}
+    if not frozen_alike:
+        gone = facts["shapes"].keys() - set(parameters.indices)
+        notes.append(
+            f"The checkpoint was trained with other parameters frozen: {len(new)} begin anew, {len(gone)} lose their"
+            " state; all else carries over."
+        )
+    if config.wire_dtype is None:
+        config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire
     set_steps(engine, state, facts["step"], {**facts["missed"], **new})
     state.calls = facts["calls"]
     _make_buffers(facts["tensors"], state, parameters, config)
@@ -283,37 +288,3 @@ def set_steps(engine: Engine, state: ScapeState, step: int, missed: Mapping[int,
     counts = [missed.get(index, 0) for index in indices]
     if any(counts):
         state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(state.step.device)
-
-
-def _by_number(given: Mapping[str, Any], parameters: Parameters) -> Mapping[str, Any]:
-    """A dense state by parameters' numbers, also where it was saved by their names, as FSDP's whole states are."""
-    numbers = dict(zip(parameters.names, parameters.indices, strict=True))
-    if not any(isinstance(key, str) for key in given["state"]):
-        return given
-    groups = [
-        {**group, "params": [numbers.get(key, key) for key in group["params"]]} for group in given["param_groups"]
-    ]
-    state = {numbers.get(key, key): entry for key, entry in given["state"].items()}
-    return {**given, "state": state, "param_groups": groups}
-
-
-# ------------------------------------------------------------------------------------------------ checks, and words
-
-
-def _frozen_since(saved: Mapping[int, Any], parameters: Parameters) -> list[str]:
-    new = [name for index, name in zip(parameters.indices, parameters.names, strict=True) if index not in saved]
-    gone = saved.keys() - set(parameters.indices)
-    begin = f" {len(new)} that were frozen begin anew, the first {new[0]!r};" if new else ""
-    end = f" {len(gone)} that are frozen now lose their state, the first number {min(gone)};" if gone else ""
-    if not new and not gone:
-        return []
-    return [f"The checkpoint was trained with other parameters frozen:{begin}{end} all else carries over."]
-
-
-def _unusual_wire(before: ScapeConfig, now: ScapeConfig) -> list[str]:
-    if now.wire_dtype == before.wire:
-        return []
-    return [
-        f"The checkpoint was written with wire_dtype={now.wire_dtype!r}, and training goes on with it, for none is"
-        f" chosen now. New runs take {before.wire!r}: set wire_dtype={before.wire!r} to switch."
-    ]
