@@ -17,10 +17,8 @@ the inner optimizer's of rank 0.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,108 +36,46 @@ from lightning_scape.checkpoint.shards import (
     of_flats,
     taken,
 )
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core import local_shards
-from lightning_scape.core.layout import Layout
 from lightning_scape.core.numbers import with_plain_numbers
-from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.algorithm import LocoState
-from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.config import OF_THE_MESH
+
+if TYPE_CHECKING:
+    from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 METHOD = "sparseloco"
-
-
-@dataclass(frozen=True)
-class Live:
-    """The objects that make up the state."""
-
-    config: SparseLoCoConfig
-    layout: Layout
-    parameters: Parameters
-    communicator: Communicator
-    node: Communicator
-    """The ranks of a node that hold a replica together."""
-    optimizer: torch.optim.Optimizer
-    state: LocoState
-    progress: Mapping[str, Any]
-
-    @property
-    def ranks(self) -> int:
-        """Replicas."""
-        return self.communicator.world_size
-
-    @property
-    def by_number(self) -> dict[int, Tensor]:
-        """The inner optimizer's parameters, by the numbers of its state dict."""
-        return dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
-
-    def blocks(self, name: str, blocks: Tensor) -> dict[str, Chunk]:
-        """All entries of a tensor of blocks, by parameter."""
-        return of_blocks(name, self.parameters, self.layout, blocks, self.layout.everything().pieces)
-
-
-class InnerLoads:
-    """Loads of the inner optimizer: a state that was collected from all ranks goes back to all of them.
-
-    Fabric's ``optimizer.state_dict()`` gives such a state on rank 0, and an empty one on the others.
-
-    Args:
-        optimizer: the inner optimizer.
-        load: takes up a whole state, on every rank.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, load: Callable[[Mapping[str, Any]], None]) -> None:
-        self._optimizer, self._load, self._own = optimizer, load, False
-        self._taken: dict[str, Any] | None = None
-        # Before the user's hooks, which see an inner state, once.
-        self.handle = optimizer.register_load_state_dict_pre_hook(self._before, prepend=True)
-
-    def load(self, inner: dict[str, Any]) -> None:
-        """Loads an inner state, or leaves that to the load of the optimizer that this one is part of."""
-        if self._own:
-            self._taken = inner
-            return
-        self._own = True
-        try:
-            self._optimizer.load_state_dict(inner)
-        finally:
-            self._own = False
-
-    def _before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._own or (state_dict and METHOD not in state_dict):
-            return None
-        self._own = True
-        try:
-            self._load(state_dict)
-        finally:
-            self._own = False
-        taken, self._taken = self._taken, None
-        return taken
 
 
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_state(live: Live) -> OwnState:
+def own_state(loco: SparseLoCo) -> OwnState:
     """This rank's part of the state: views."""
-    state, parameters, rank = live.state, live.parameters, live.communicator.rank
-    inner, chunks = _taken_apart(live.optimizer, f"inner.{rank}")
-    chunks[f"own.{rank * live.node.world_size + live.node.rank}"] = inner
+    state, parameters, rank, node = loco.state, loco.parameters, loco.communicator.rank, loco.node
+    assert state is not None
+    inner, chunks = _taken_apart(loco.optimizer, f"inner.{rank}")
+    chunks[f"own.{rank * node.world_size + node.rank}"] = inner
     if rank == 0:  # all have the same
-        chunks |= live.blocks("start", state.start)
-    chunks |= live.blocks(f"error.{rank}", state.error)
+        chunks |= _of_blocks("start", loco, state.start)
+    chunks |= _of_blocks(f"error.{rank}", loco, state.error)
     chunks |= of_flats(f"parameters.{rank}", parameters, parameters.flat)
     facts = {
         "method": METHOD,
-        "config": live.config.as_dict(),
-        "ranks": live.ranks,
-        "shards": live.node.world_size,
+        "config": loco.config.as_dict(),
+        "ranks": loco.communicator.world_size,
+        "shards": node.world_size,
         **facts_of(parameters),
-        "optimizer": type(live.optimizer).__name__,
-        "step": live.progress["steps"],
-        "progress": dict(live.progress),
+        "optimizer": type(loco.optimizer).__name__,
+        "step": loco.progress.steps,
+        "progress": dict(vars(loco.progress)),
     }
     return OwnState({"param_groups": inner["param_groups"]}, facts, chunks)
+
+
+def _of_blocks(name: str, loco: SparseLoCo, blocks: Tensor) -> dict[str, Chunk]:
+    """All entries of a tensor of blocks, by parameter."""
+    return of_blocks(name, loco.parameters, loco.layout, blocks, loco.layout.everything().pieces)
 
 
 def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -183,65 +119,54 @@ def _put_together(own: Mapping[str, Any], tensor: Callable[[Any, str], Any]) -> 
 # ------------------------------------------------------------------------------------------------ loading
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A saved state that has been read. Nothing has been changed yet."""
 
     inner: dict[str, Any]
     """State dict of the inner optimizer."""
+    progress: Mapping[str, Any]
+    notes: list[str]
+    """Warnings for the user."""
     state: LocoState | None = None
     """None: a window begins at the next step."""
-    parameters: Sequence[Tensor] | None = None
-    """This rank's, flat. None: they stay."""
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    """Warnings for the user."""
-
-    def warn(self) -> None:
-        """Gives the warnings."""
-        for note in self.notes:
-            warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+    parameters: Sequence[Tensor] = ()
+    """This rank's, flat, in fp32. None: they stay."""
 
 
-def load(live: Live, given: Any) -> Loaded:
-    """Fills the buffers of ``live`` with this rank's part of a saved state.
+def load(loco: SparseLoCo, given: Any) -> Loaded:
+    """Reads this rank's part of a saved state.
 
     Args:
-        live: its buffers are freshly allocated; only they are changed.
+        loco: as it is; it is not changed.
         given: a whole state of SparseLoCo, of another method, or of the inner optimizer; or a :class:`SavedState`.
 
     Raises:
         ValueError: the state is not of this model, is damaged, or does not fit the inner optimizer.
         OSError: a file cannot be read.
     """
-    given = taken(given, METHOD)
-    if not isinstance(given, SavedState):
-        return _load_inner(live, given)
-    saved, facts, state, ranks = given, given.facts, live.state, live.ranks
-    _check(live, saved)
-    notes = []
-    rank, before = live.communicator.rank, facts["ranks"]
-    saved.read_all(live.blocks("start", state.start))
-    saved.read_of_ranks("error", live.blocks("error", state.error), rank, ranks)
-
-    def flats(name: str) -> list[Tensor]:
-        each = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in live.parameters.local]
-        saved.read_of_ranks(name, of_flats(name, live.parameters, each), rank, ranks)
-        return [flat.to(parameter.dtype) for flat, parameter in zip(each, live.parameters.local, strict=True)]
-
+    saved = taken(given, METHOD)
+    if not isinstance(saved, SavedState):
+        return _load_inner(loco, saved)
+    _check(loco, saved)
+    facts, state, here = saved.facts, loco.algorithm.allocate(), loco.parameters.local
+    rank, ranks, before = loco.communicator.rank, loco.communicator.world_size, saved.facts["ranks"]
+    flats = [torch.zeros(each.numel(), dtype=torch.float32, device=each.device) for each in here]
+    saved.read_all(_of_blocks("start", loco, state.start))
+    saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
+    saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
+    notes = changed_options(loco.config.as_dict(), facts["config"], OF_THE_MESH)
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: the starting point carries"
             " over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
             f" optimizer's state of rank {rank % before}."
         )
-    notes += changed_options(live.config.as_dict(), facts["config"], OF_THE_MESH)
-    return Loaded(_inner(live, saved), state, flats("parameters"), facts["progress"], notes)
+    return Loaded(_inner(loco, saved), facts["progress"], notes, state, flats)
 
 
-def _check(live: Live, saved: SavedState) -> None:
+def _check(loco: SparseLoCo, saved: SavedState) -> None:
     """Raises ValueError unless the state is of this model and this kind of optimizer."""
-    facts, trained, kind = saved.facts, live.parameters.indices, type(live.optimizer).__name__
+    facts, trained, kind = saved.facts, loco.parameters.indices, type(loco.optimizer).__name__
     if facts["optimizer"] != kind:
         raise ValueError(
             f"The state must be of the inner optimizer, got one of {facts['optimizer']}, and SparseLoCo wraps {kind}."
@@ -252,73 +177,50 @@ def _check(live: Live, saved: SavedState) -> None:
             f"The state must be of the {len(trained)} parameters that are trained now, got one of"
             f" {len(facts['shapes'])}: others were frozen. Freeze the same, or load the model alone."
         )
-    check_model(facts, saved["param_groups"], live.parameters, live.optimizer.param_groups)
+    check_model(facts, saved["param_groups"], loco.parameters, loco.optimizer.param_groups)
 
 
-def _inner(live: Live, saved: SavedState) -> dict[str, Any]:
-    """The inner optimizer's state, as it takes it: tensors of a sharded parameter become DTensors like it."""
-    facts = saved.facts
-    replica = live.communicator.rank % facts["ranks"]
-    same_node = facts["shards"] == live.node.world_size
-    own = saved.whole(f"own.{replica * facts['shards'] + (live.node.rank if same_node else 0)}")
-    given = live.by_number
-
-    def tensor(index: Any, name: str) -> Any:
-        key, parameter = f"inner.{replica}.{index}.{name}", given.get(index)
-        first = next(saved.pieces(key), None)
-        if first is None or not isinstance(parameter, DTensor) or first.length != len(parameter):
-            return saved.whole(key)
-        here, rest = local_shards.local(parameter), first.tensor.shape[1:]
-        rows = torch.empty(len(here), *rest, dtype=first.tensor.dtype, device=here.device)
-        saved.read(key, Chunk(rows, local_shards.first_row(parameter), first.length))
-        return _like(parameter, rows) if rest == parameter.shape[1:] else rows
-
-    inner = _put_together(own, tensor)
-    groups = _edited(own["param_groups"], saved.whole("own.0")["param_groups"], saved["param_groups"])
-    return {**inner, "param_groups": groups}
-
-
-def _like(parameter: DTensor, rows: Tensor) -> Tensor:
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    found: Tensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
-    return found
-
-
-def _cut(parameter: Any, value: Any) -> Any:
-    """A whole tensor of a sharded parameter as a DTensor like it; anything else as it is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    here, first = local_shards.local(parameter), local_shards.first_row(parameter)
-    return _like(parameter, value[first : first + len(here)].to(here.device, copy=True))
-
-
-def _edited(
-    mine: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """This rank's parameter groups with what a hook has changed in rank 0's: a group may hold numbers of the rank."""
-    return [
-        {**own, **{name: value for name, value in after.items() if name not in first or first[name] != value}}
-        for own, first, after in zip(mine, before, now, strict=True)
+def _inner(loco: SparseLoCo, saved: SavedState) -> dict[str, Any]:
+    """The inner optimizer's state, as it takes it. A group may hold numbers of the rank: a hook's changes are added."""
+    shards = saved.facts["shards"]
+    replica = loco.communicator.rank % saved.facts["ranks"]
+    own = saved.whole(f"own.{replica * shards + (loco.node.rank if shards == loco.node.world_size else 0)}")
+    inner = _put_together(own, lambda index, name: saved.whole(f"inner.{replica}.{index}.{name}"))
+    groups = zip(own["param_groups"], saved.whole("own.0")["param_groups"], saved["param_groups"], strict=True)
+    inner["param_groups"] = [
+        {**mine, **{name: value for name, value in now.items() if name not in before or before[name] != value}}
+        for mine, before, now in groups
     ]
+    return _cut(loco.optimizer, inner)
 
 
-def _load_inner(live: Live, given: Mapping[str, Any]) -> Loaded:
+def _cut(optimizer: torch.optim.Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
+    """The same where parameters are sharded: whole tensors like a parameter become DTensors of this rank's rows."""
+
+    def cut(parameter: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        rows, first = local_shards.local(parameter), local_shards.first_row(parameter)
+        here = value[first : first + len(rows)].to(rows.device, copy=True)
+        like = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(here, parameter.device_mesh, parameter.placements, run_check=False, **like)
+
+    state = dict(inner["state"])
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(parameter, DTensor) and index in state:
+            state[index] = {name: cut(parameter, value) for name, value in state[index].items()}
+    return {**inner, "state": state}
+
+
+def _load_inner(loco: SparseLoCo, given: Mapping[str, Any]) -> Loaded:
     """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
-    check_groups(given["param_groups"], live.optimizer.param_groups)
+    check_groups(given["param_groups"], loco.optimizer.param_groups)
     counts = [entry["step"] for entry in given["state"].values() if isinstance(entry, Mapping) and "step" in entry]
-    steps = max((int(count) for count in counts), default=0)
-    if "scape" in given and not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+    if "scape" in given and not isinstance(loco.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         raise ValueError(
             "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
-            f" {type(live.optimizer).__name__}. Wrap AdamW, or load the model alone."
+            f" {type(loco.optimizer).__name__}. Wrap AdamW, or load the model alone."
         )
-    parameters = live.by_number
-    state = {
-        index: {name: _cut(parameters.get(index), value) for name, value in entry.items()}
-        if isinstance(entry, Mapping)
-        else entry
-        for index, entry in given["state"].items()
-    }
-    inner = {**{name: value for name, value in given.items() if name != "scape"}, "state": state}
+    inner = _cut(loco.optimizer, {name: value for name, value in given.items() if name != "scape"})
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
-    return Loaded(inner, progress={"steps": steps}, notes=[note])
+    return Loaded(inner, {"steps": max((int(count) for count in counts), default=0)}, [note])

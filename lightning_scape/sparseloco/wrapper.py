@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -105,11 +106,12 @@ class SparseLoCo:
         self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
-        self._inner = saved.InnerLoads(optimizer, self.load_state_dict)
+        self._loading = False
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
-            self._inner.handle,
+            # Before the user's hooks, which see an inner state, once.
+            optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
         ]
         SparseLoCo._of[optimizer] = weakref.ref(self)
 
@@ -212,7 +214,10 @@ class SparseLoCo:
 
     def own_state(self) -> OwnState:
         """This rank's part of the state, in views. Sends nothing after the first step."""
-        return saved.own_state(self._live())
+        self.algorithm.begin()
+        self.algorithm.look_for_writes()
+        self.parameters.flatten()
+        return saved.own_state(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
@@ -229,31 +234,27 @@ class SparseLoCo:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        live = self._live(allocate=True)
-        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(live, state_dict))
-        self._inner.load(loaded.inner)
+        inner = self._take_up(state_dict)
+        self._loading = True
+        try:
+            self.optimizer.load_state_dict(inner)
+        finally:
+            self._loading = False
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """A load by the optimizer itself. Under Fabric rank 0 gets a whole state, and the others ``{}``."""
+        if self._loading or (state_dict and saved.METHOD not in state_dict):
+            return None
+        return self._take_up(state_dict)
+
+    def _take_up(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes up all but the inner optimizer's state, which it returns. Collective."""
+        self.parameters.flatten()
+        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self, state_dict))
         self._consolidated = None
-        self.parameters.flatten()
-        if loaded.parameters is not None:
-            for flat, own in zip(self.parameters.flat, loaded.parameters, strict=True):
-                flat.copy_(own)
+        for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
+            flat.copy_(own)
         self.algorithm.resume(loaded.state, loaded.progress)
-        loaded.warn()
-
-    def _live(self, allocate: bool = False) -> saved.Live:
-        """The objects that make up the state.
-
-        Args:
-            allocate: fresh buffers, for a load.
-        """
-        if not allocate:
-            self.algorithm.begin()
-            self.algorithm.look_for_writes()
-        if self.parameters.device.type == "cuda":
-            torch.cuda.synchronize(self.parameters.device)  # copies to the host
-        self.parameters.flatten()
-        state = self.state if self.state is not None and not allocate else self.algorithm.allocate()
-        return saved.Live(
-            self.config, self.layout, self.parameters, self.communicator, self.node, self.optimizer, state,
-            vars(self.progress),
-        )  # fmt: skip
+        for note in loaded.notes:
+            warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+        return loaded.inner
