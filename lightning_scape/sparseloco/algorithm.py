@@ -170,7 +170,9 @@ class Algorithm:
                 self._start_from_what_was_written()
             if any(rank.in_window for rank in everyone):
                 self._outer_step(seconds)
-        self._set_out(seconds)
+        with timed_range("sparseloco::set_out", seconds):
+            for _, entries, theta in self._parts():
+                theta.copy_(self._state.start.view(-1)[entries])
         progress.in_window, progress.written = 0, []
         progress.exchanges += 1
         self._count_dropped(not math.isfinite(norm))
@@ -203,11 +205,6 @@ class Algorithm:
         with timed_range("sparseloco::outer", seconds):
             for rows in self._rows():
                 state.start[rows] -= config.outer_lr * self._mean(messages[:, rows], state.start[rows])
-
-    def _set_out(self, seconds: dict[str, float]) -> None:
-        with timed_range("sparseloco::set_out", seconds):
-            for _, entries, theta in self._parts():
-                theta.copy_(self._state.start.view(-1)[entries])
 
     def _meet(self) -> list[Opening]:
         """Every rank's first message. On CUDA the CPU waits for it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
 from lightning_scape.ops.naive.blocks import Wire
@@ -103,10 +103,6 @@ class SparseLoCoConfig:
         """
         blocks = sum(-(-numel // self.quota.block_size) for numel in numels)
         return (Wire(*self.quota, self.bits).row_bytes * blocks + OPENING_BYTES) * (ranks - 1)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All options as plain numbers, strings and None (what a checkpoint may hold)."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _number(value: object) -> float:

@@ -17,9 +17,6 @@ from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
-_LET_GO = "_lightning_scape_let_go"
-"""Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
-
 
 class SparseLoCoMethod(Method):
     """The user's optimizer stays what the host steps; a :class:`SparseLoCo` around it exchanges in its hooks."""
@@ -52,7 +49,6 @@ class SparseLoCoMethod(Method):
             )
         if (former := SparseLoCo.of(optimizer)) is not None:  # of an earlier fit
             former.close()
-            vars(former.optimizer).pop(_LET_GO, None)
         options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
         return cls(SparseLoCo(optimizer, **options, process_group=process_group, named_parameters=named_parameters))
 
@@ -68,9 +64,7 @@ class SparseLoCoMethod(Method):
 
     @override
     def give_back(self) -> None:
-        for hook in self.loco._hooks:
-            hook.remove()
-        vars(self.optimizer)[_LET_GO] = self.loco  # its hooks have kept it alive
+        self.loco.take_off()
 
     @override
     def close(self) -> None:

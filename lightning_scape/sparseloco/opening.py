@@ -13,8 +13,8 @@ from torch import Tensor
 _ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that count also where a constructor hides them behind ``**kwargs``."""
 
-Facts = list[tuple[str, Any]]
-"""What must be the same on all ranks, each with its name."""
+Facts = dict[str, Any]
+"""What must be the same on all ranks, by its name."""
 
 
 class Opening(NamedTuple):
@@ -41,11 +41,11 @@ def facts_of(number: int, optimizer: torch.optim.Optimizer, groups: Collection[i
         groups: numbers of the parameter groups that were wrapped; others are ignored.
     """
     names = [*dict.fromkeys([*inspect.signature(type(optimizer).__init__).parameters, *_ALWAYS])]
-    facts: Facts = [("number of the SparseLoCo", number)]
+    facts: Facts = {"number of the SparseLoCo": number}
     for place in sorted({*groups}):
         group = optimizer.param_groups[place]
         known = {name: _plain(group[name]) for name in names if name in group and name != "params"}
-        facts += [(f"{name} of group {place}", value) for name, value in known.items() if value is not None]
+        facts |= {f"{name} of group {place}": value for name, value in known.items() if value is not None}
     return facts
 
 
@@ -77,12 +77,8 @@ def check_steps(everyone: Sequence[Opening]) -> None:
 
 def different(everyone: Sequence[Facts]) -> ValueError:
     """An error that names the first of all ranks' facts that differs."""
-    said = [repr(facts) for facts in everyone]  # their order
-    for name in dict.fromkeys(name for facts in everyone for name, _ in facts):
-        values = [f"{name} = {dict(facts).get(name)!r}" for facts in everyone]
-        if len({*values}) > 1:
-            said = values
-            break
+    values = ([f"{name} = {facts.get(name)!r}" for facts in everyone] for each in everyone for name in each)
+    said = next(each for each in values if len({*each}) > 1)
     return ValueError(
         f"All ranks must exchange for the same optimizer with the same settings, got {_by_kind(said)}. Build and step"
         " optimizers in the same order on every rank. Let a scheduler go by a number that is the same everywhere (log"

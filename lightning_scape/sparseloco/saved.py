@@ -62,7 +62,7 @@ def own_state(loco: SparseLoCo) -> OwnState:
     chunks |= of_flats(f"parameters.{rank}", parameters, parameters.flat)
     facts = {
         "method": METHOD,
-        "config": loco.config.as_dict(),
+        "config": dict(vars(loco.config)),
         "ranks": loco.communicator.world_size,
         "shards": node.world_size,
         **facts_of(parameters),
@@ -154,7 +154,7 @@ def load(loco: SparseLoCo, given: Any) -> Loaded:
     saved.read_all(_of_blocks("start", loco, state.start))
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
     saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
-    notes = changed_options(loco.config.as_dict(), facts["config"], OF_THE_MESH)
+    notes = changed_options(vars(loco.config), facts["config"], OF_THE_MESH)
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: the starting point carries"

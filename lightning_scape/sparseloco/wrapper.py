@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.stats import ExchangeStats
+
+_NAME = "_lightning_scape_sparseloco"
+"""Attribute of an optimizer, which it neither copies nor pickles: what wraps it."""
 
 
 class SparseLoCo:
@@ -59,10 +61,6 @@ class SparseLoCo:
         RuntimeError: several ranks were launched, and no process group is up.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[SparseLoCo]]] = (
-        weakref.WeakKeyDictionary()
-    )
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -97,7 +95,7 @@ class SparseLoCo:
         setup = {
             "lightning_scape's version": __version__,
             "optimizer": type(optimizer).__name__,
-            "options": [f"{name}={value!r}" for name, value in config.as_dict().items()],
+            "options": [f"{name}={value!r}" for name, value in vars(config).items()],
             "parameters (group, shape, strides, dtype)": self.parameters.describe(),
         }
         problem = self._problem(process_group)
@@ -113,7 +111,7 @@ class SparseLoCo:
             # Before the user's hooks, which see an inner state, once.
             optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
         ]
-        SparseLoCo._of[optimizer] = weakref.ref(self)
+        vars(optimizer)[_NAME] = self
 
     def _problem(self, process_group: ProcessGroup | None) -> str | None:
         """The first rule that is broken, as rule, value and remedy; None if all hold."""
@@ -134,8 +132,7 @@ class SparseLoCo:
     @classmethod
     def of(cls, optimizer: object) -> SparseLoCo | None:
         """The one that wraps an optimizer, None if there is none."""
-        found = cls._of.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-        return None if found is None else found()
+        return vars(optimizer).get(_NAME) if isinstance(optimizer, torch.optim.Optimizer) else None
 
     @property
     def state(self) -> LocoState | None:
@@ -174,11 +171,15 @@ class SparseLoCo:
 
     # ------------------------------------------------------------------------------------- life of the state
 
-    def close(self) -> None:
-        """Takes the hooks off the optimizer: it steps on its own from now on."""
+    def take_off(self) -> None:
+        """Takes the hooks off the optimizer, which steps on its own from now on. The state may still be saved."""
         for hook in self._hooks:
             hook.remove()
-        SparseLoCo._of.pop(self.optimizer, None)
+
+    def close(self) -> None:
+        """Lets the optimizer go: it may be wrapped anew."""
+        self.take_off()
+        vars(self.optimizer).pop(_NAME, None)
 
     @property
     def stats(self) -> ExchangeStats | None:
