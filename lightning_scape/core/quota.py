@@ -24,12 +24,16 @@ class Quota(NamedTuple):
         return self.sent / self.block_size
 
 
-def check_local_group_size(size: object) -> None:
-    """Raises ``ValueError`` if this is no number of ranks."""
+def check_sharding(size: object, reshard_after_forward: object) -> None:
+    """Raises ``ValueError`` if the first is no number of ranks, or the second no bool."""
     if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(
             f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'
             " node, 1 to train without sharding."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be True or False, got {reshard_after_forward!r}. Leave it out if unsure."
         )
 
 

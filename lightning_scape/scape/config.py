@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
+from lightning_scape.core.quota import MAX_BLOCK, Quota, check_sharding, density_of, quota_for
 
 Update = Literal["adamw", "adams"]
 WireDtype = Literal["int4", "fp32"]
@@ -93,12 +93,7 @@ class ScapeConfig:
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}. Use {known[0]!r} if unsure."
                 )
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(
-                f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}. Pass a bool; True"
-                " if unsure."
-            )
-        check_local_group_size(self.local_group_size)
+        check_sharding(self.local_group_size, self.reshard_after_forward)
         if self.dense and self.sparsity_warmup_steps:
             raise ValueError(
                 f"`sparsity_warmup_steps` must be 0 when sparsity is 0, got {self.sparsity_warmup_steps}: there is no"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
+from lightning_scape.core.quota import Quota, check_sharding, quota_for
 from lightning_scape.ops.naive.blocks import Wire
 
 Average = Literal["all", "geometric", "senders"]
@@ -78,12 +78,7 @@ class SparseLoCoConfig:
             raise ValueError(
                 f'`average` must be "all", "geometric" or "senders", got {self.average!r}. Leave it out if unsure.'
             )
-        check_local_group_size(self.local_group_size)
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(
-                f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}. Pass a bool; True"
-                " if unsure."
-            )
+        check_sharding(self.local_group_size, self.reshard_after_forward)
 
     @property
     def quota(self) -> Quota:
