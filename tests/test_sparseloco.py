@@ -519,11 +519,16 @@ def test_what_an_optimizer_works_out_for_itself_is_no_setting() -> None:
 
     optimizer = Adapts(nn.Linear(2, 2).parameters())
     facts = facts_of(0, optimizer, [0])
-    assert dict(facts[1:]) == {"lr of group 0": 1.0, "weight_decay of group 0": 0.0, "momentum of group 0": 0.0}
+    assert facts == {
+        "number of the SparseLoCo": 0,
+        "lr of group 0": 1.0,
+        "weight_decay of group 0": 0.0,
+        "momentum of group 0": 0.0,
+    }
     optimizer.param_groups[0]["d"] = 0.5
     assert facts_of(0, optimizer, [0]) == facts
     optimizer.param_groups[0]["lr"] = torch.tensor(2.0)
-    assert dict(facts_of(0, optimizer, [0]))["lr of group 0"] == 2.0
+    assert facts_of(0, optimizer, [0])["lr of group 0"] == 2.0
 
 
 # ------------------------------------------------------------------------------------------------ what others write
