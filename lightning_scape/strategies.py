@@ -61,13 +61,9 @@ def _with_options_of(kind: type[Any]) -> Callable[[_Strategy], _Strategy]:
 class ScapeStrategy(MethodStrategy):
     """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
 
-    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
-    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
-    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
-    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
-
-    Clipping leaves ``p.grad`` as it is: the step applies the factor. For buffers and checkpoints see
-    :class:`~lightning_scape.MethodStrategy`.
+    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults. Return AdamW,
+    Adam or AdamS from ``configure_optimizers``: it stays, and its ``step`` is SCAPE's in the fit. Clipping leaves
+    ``p.grad`` as it is: the step applies the factor.
 
     Its options: the fields of :class:`~lightning_scape.ScapeConfig`, then those of
     :class:`~lightning_scape.MethodStrategy`.
@@ -81,15 +77,11 @@ class SparseLoCoStrategy(MethodStrategy):
     """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
 
     ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
-    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
-    checkpoints work as they do with DDP.
-
-    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
-    of each rank's own gradient. Inside a window each rank validates its own parameters, and a checkpoint's
-    ``state_dict`` holds rank 0's; a resumed run takes up every rank's, bit for bit. The end of a fit ends the window
-    early, so that all ranks hold the same model; if callbacks put averages (EMA, SWA) in its place, it is the mean over
-    ranks. With ``precision="16-mixed"`` all ranks skip a step together, for which they exchange a number in every step.
-    For buffers and checkpoints see :class:`~lightning_scape.MethodStrategy`.
+    torch optimizer serves. Inside a window every rank has parameters of its own: it validates them, and
+    ``gradient_clip_val`` bounds the norm of its own gradient. A checkpoint's ``state_dict`` holds rank 0's; a resumed
+    run takes up every rank's, bit for bit. The end of a fit ends the window early, so that all ranks hold the same
+    model; if callbacks put averages (EMA, SWA) in its place, it is the mean over ranks. With ``precision="16-mixed"``
+    all ranks skip a step together, for which they exchange a number in every step.
 
     Its options: the fields of :class:`~lightning_scape.SparseLoCoConfig`, then those of
     :class:`~lightning_scape.MethodStrategy`.
@@ -102,11 +94,8 @@ class SparseLoCoStrategy(MethodStrategy):
 class FabricScapeStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
 
-    ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
-    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` now calls the new one's.
-    ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
-
-    Its options: the fields of :class:`~lightning_scape.ScapeConfig`, then those of
+    For AdamW, Adam or AdamS. ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it
+    is. Its options: the fields of :class:`~lightning_scape.ScapeConfig`, then those of
     :class:`~lightning_scape.FabricMethodStrategy`.
     """
 
@@ -117,14 +106,10 @@ class FabricScapeStrategy(FabricMethodStrategy):
 class FabricSparseLoCoStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
 
-    ``fabric.setup`` wraps any torch optimizer in a :class:`~lightning_scape.SparseLoCo`; optimizer and model stay what
-    they are. ``clip_gradients`` clips the rank's own gradient. Inside a window every rank has parameters of its own,
-    and ``save`` writes rank 0's for the model. Call ``fabric.strategy.sync()`` at the end of training, or give
-    ``total_steps``, so that the last step ends its window. Call it also before you set up another optimizer over the
-    same parameters.
-
-    Its options: the fields of :class:`~lightning_scape.SparseLoCoConfig`, then those of
-    :class:`~lightning_scape.FabricMethodStrategy`.
+    For any torch optimizer. ``clip_gradients`` clips the rank's own gradient. Inside a window every rank has parameters
+    of its own, and ``save`` writes rank 0's for the model. Call ``fabric.strategy.sync()`` at the end of training, or
+    give ``total_steps``; call it also before you set up another optimizer over the same parameters. Its options: the
+    fields of :class:`~lightning_scape.SparseLoCoConfig`, then those of :class:`~lightning_scape.FabricMethodStrategy`.
     """
 
     method: ClassVar[str | None] = "sparseloco"

@@ -404,9 +404,3 @@ def test_the_names_stand_for_the_strategies_with_their_defaults() -> None:
         strategy = L.Fabric(accelerator="cpu", devices=1, strategy=name).strategy
         assert isinstance(strategy, kind)
         assert strategy.config == kind().config
-
-
-@pytest.mark.parametrize("steps", [0, 1.5])
-def test_a_number_of_steps_that_is_none_is_an_error(steps: Any) -> None:
-    with pytest.raises(ValueError, match=f"`total_steps` must be None or a whole number >= 1, got {steps}"):
-        FabricScapeStrategy(total_steps=steps)

@@ -190,11 +190,11 @@ class Kept(TwoInTurns):
 
 
 class Accumulates(TwoInTurns):
-    """Accumulates by hand, inside ``no_sync`` of its own."""
+    """Accumulates by hand."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         halves = [half.chunk(2) for half in batch]
-        with self.trainer.model.no_sync():
+        with self.trainer.strategy.block_backward_sync():
             self.manual_backward(self.loss([half[0] for half in halves]) / 2)
         self.manual_backward(self.loss([half[1] for half in halves]) / 2)
         for optimizer in self.optimizers():

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.rng import rng_state
@@ -46,11 +45,6 @@ class Checkpoints:
             raise ValueError(
                 f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(io).__name__}: each rank'
                 " writes its own part of a directory. To save in the background, set `async_save=True`."
-            )
-        if self.saver.asynchronous and isinstance(io, AsyncCheckpointIO):
-            raise ValueError(
-                "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"
-                " told too late. Leave it out: `async_save` writes in the background, and collects there, too."
             )
 
     @staticmethod

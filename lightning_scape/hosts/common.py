@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, method_of
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import buffers, setup, two_level
@@ -46,7 +45,6 @@ class Common:
         checkpoint_io: CheckpointIO | None,
         timeout: timedelta | float | None,
     ) -> None:
-        refuse_options_of_ddp(options)
         self.config = setup.resolve_config(strategy.method, config, options)
         self.method = method_of(self.config)
         self.nodes = two_level.Nodes(self.config)
@@ -62,12 +60,6 @@ class Common:
             "async_save": async_save,
         }
         """By these ranks choose their messages, so they must be the same on all."""
-
-    def call_of(self, strategy: object) -> str:
-        """The strategy as a call: the first option, and those that differ from their defaults."""
-        first, defaults = fields(self.config)[0].name, vars(type(self.config)())
-        given = {name: value for name, value in vars(self.config).items() if name == first or value != defaults[name]}
-        return f"{type(strategy).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def meet(self, strategy: Any) -> None:
         """When the process group is up: makes those beside it. Collective."""
@@ -129,22 +121,6 @@ def check_start_method(strategy: str, method: str, start_method: str) -> None:
         )
 
 
-def check_ranks(asked: int) -> None:
-    """Raises ``ValueError`` where the process group of an earlier Trainer or Fabric has another number of ranks.
-
-    Its processes run the rest of the script as well, whatever number the next one asks for.
-
-    Args:
-        asked: ``devices`` times ``num_nodes``.
-    """
-    if is_distributed() and world_size() != asked:
-        raise ValueError(
-            "All Trainers (Fabrics) of one script must have the same number of ranks, `devices` times `num_nodes`, got"
-            f" {asked} after {world_size()}: the processes that the first one started run the whole script. Use the"
-            ' same numbers, two scripts, or `start_method="fork"`, with which processes end when the fit does.'
-        )
-
-
 def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
     """A strategy's ``timeout``; a number counts seconds.
 
@@ -159,19 +135,3 @@ def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
             " `timeout=timedelta(minutes=5)`."
         )
     return timeout
-
-
-_OF_DDP = (
-    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_comm_hook"),
-    *("ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "init_sync", "check_reduction"),
-    *("mixed_precision", "skip_all_reduce_unused_params", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
-)
-
-
-def refuse_options_of_ddp(options: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` where options of DDP are given that have no meaning here."""
-    if found := [name for name in _OF_DDP if name in options]:
-        raise TypeError(
-            f"`{found[0]}` is an option of DDP's and must be left out, got {options[found[0]]!r}. It is not needed"
-            " here: the backward pass sends nothing, and the strategy's own options say what a step sends."
-        )

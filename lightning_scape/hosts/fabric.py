@@ -29,13 +29,12 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.checkpoint.shards import collect, whole_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.checkpoints import StateDictType
-from lightning_scape.hosts.common import Common, StartMethod, check_ranks, check_start_method, register
-from lightning_scape.hosts.private_names import BackwardSyncControl, LaunchingFabrics, check_strictly
+from lightning_scape.hosts.common import Common, StartMethod, check_start_method, register
+from lightning_scape.hosts.private_names import BackwardSyncControl, check_strictly
 from lightning_scape.hosts.schedulers import Restored
 
 
@@ -48,7 +47,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     Args:
         config: the method's options.
-        total_steps: steps of the whole run, if you know them.
+        total_steps: steps of the whole run, if you know them: after the last one all ranks hold the same parameters.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -71,11 +70,6 @@ class FabricMethodStrategy(DDPStrategy):
 
     method: ClassVar[str | None] = None
     """Name of the method, if the strategy is for one only."""
-    how_to_end: ClassVar[str] = (
-        "call the strategy's sync() after the last one, or the model that you save may be rank 0's alone (total_steps=N"
-        " does it at step N)."
-    )
-    """What a user must do if ranks differ between exchanges and the number of steps is not known."""
 
     def __init__(
         self,
@@ -94,11 +88,6 @@ class FabricMethodStrategy(DDPStrategy):
         async_save: bool = False,
         **options: Any,
     ) -> None:
-        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
-            raise ValueError(
-                f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
-                " know it."
-            )
         saving: Any = {"state_dict_type": state_dict_type, "async_save": async_save, "checkpoint_io": checkpoint_io}
         self._common = Common(self, config, options, timeout=timeout, **saving)
         super().__init__(
@@ -118,9 +107,6 @@ class FabricMethodStrategy(DDPStrategy):
         self.known = Known()
         """What was set up with this strategy."""
 
-    def __repr__(self) -> str:
-        return f"<{self._common.call_of(self)}>"
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -135,13 +121,6 @@ class FabricMethodStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         check_start_method(type(self).__name__, self._common.method.name, self._start_method)
         super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = LaunchingFabrics(self, start_method=self._start_method)
-
-    @override
-    def setup_environment(self) -> None:
-        check_ranks(self.num_processes * self.num_nodes)
-        super().setup_environment()
 
     @override
     def _setup_distributed(self) -> None:
@@ -179,15 +158,12 @@ class FabricMethodStrategy(DDPStrategy):
         self._nodes.follow_replaced(optimizer)
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
-        self._common.attach(optimizer, named)
+        rank_zero_info(self._common.attach(optimizer, named).summary())
         self.known.add_optimizer(optimizer)
         return optimizer
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        # Not before the first step: a loaded checkpoint brings its own warm-up.
-        if untold := self.known.untold():
-            self._tell(untold)
         method = setup.attached(optimizer)
         self._common.words.end_batch(stepped=True)  # of the step before
         self._common.words.begin_batch()
@@ -196,16 +172,6 @@ class FabricMethodStrategy(DDPStrategy):
         if method.steps == self.total_steps:
             method.finish()
         return result
-
-    def _tell(self, methods: list[Method]) -> None:
-        for each in methods:
-            rank_zero_info(each.summary())
-        if (
-            self.total_steps is None
-            and not self._common.method.exchanges_every_step
-            and self.world_size > self._nodes.config.local_group_size
-        ):
-            rank_zero_info(f"The number of steps is not known: {self.how_to_end}")
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
@@ -224,7 +190,8 @@ class FabricMethodStrategy(DDPStrategy):
         """
         self.sync()
         self.wait_for_checkpoint()
-        self.known.let_go()
+        for method in self.known.methods():
+            method.close()
         self.known = Known()
         super().teardown()
 
@@ -252,7 +219,7 @@ class FabricMethodStrategy(DDPStrategy):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return setup.clipping(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
+        return setup.attached(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -288,14 +255,6 @@ class FabricMethodStrategy(DDPStrategy):
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
         self._checkpoints.saver.wait()
-
-    @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> Any:
-        """For the user, and so whole: on rank 0, and empty on the others."""
-        if (method := find(optimizer)) is None:
-            return super().get_optimizer_state(optimizer)
-        whole = collect(method.own_state(), self._checkpoints.ranks(), torch.device("cpu"))
-        return {} if whole is None else whole_state(whole)
 
     @override
     def save_checkpoint(
@@ -389,16 +348,10 @@ class Known:
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers under the method, as the user steps them, with their numbers; all ranks count alike."""
         self._count = 0
-        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
         return Known, ()
-
-    def let_go(self) -> None:
-        """Optimizers are torch's again."""
-        for method in self.methods():
-            method.close()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the user steps."""
@@ -426,14 +379,6 @@ class Known:
         by_number = {number: optimizer for optimizer, number in self._numbers.items()}
         everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
         return find_all(by_number[number] for number in sorted(everywhere))
-
-    def untold(self) -> list[Method]:
-        """Those that were not given by an earlier call."""
-        if len(self._told) >= len(self._numbers):
-            return []
-        untold = set(self._numbers) - set(self._told)
-        self._told |= untold
-        return find_all(untold)
 
 
 def _with_stand_ins(state: Mapping[str, Any]) -> dict[str, Any]:

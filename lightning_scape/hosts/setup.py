@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core import method
@@ -82,14 +80,14 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
 
     Raises:
         ValueError: another algorithm.
-        TypeError: the optimizer is under no such method.
+        RuntimeError: the optimizer is under no method.
     """
     if clip_val <= 0:
         return
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     if algorithm != "norm":
         refuse_to_clip_by_value(f"gradient_clip_algorithm={algorithm!r}")
-    clipping(optimizer).clip_grad_norm(clip_val)
+    attached(optimizer).clip_grad_norm(clip_val)
 
 
 def refuse_to_clip_by_value(got: str) -> NoReturn:
@@ -117,22 +115,6 @@ def attached(optimizer: object) -> method.Method:
     return found
 
 
-def clipping(optimizer: object) -> method.Method:
-    """The method that clips the averaged gradient of an optimizer.
-
-    Raises:
-        TypeError: it is under none.
-    """
-    found = method.find(optimizer)
-    if found is None or not found.clips:
-        raise TypeError(
-            "Clipping the averaged gradient needs an optimizer that was given to the strategy, got"
-            f" {type(method.unwrapped(optimizer)).__name__}. Give AdamW, Adam or AdamS to the strategy (Trainer:"
-            " `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
-        )
-    return found
-
-
 def sharded_scaler(scaler: GradScaler | None) -> GradScaler | None:
     """A scaler by which all ranks skip a step if one of them met an inf; a plain one decides alone.
 
@@ -154,7 +136,7 @@ def start_equal(module: nn.Module) -> None:
     """Gives all ranks the parameters and buffers of rank 0, as DDP's constructor does. Collective.
 
     Raises:
-        ValueError: one has no shape yet, or ranks have built different modules; on every rank.
+        ValueError: ranks have built different modules; on every rank.
     """
     ranks = Communicator()
     state = ranks.raise_on_all_ranks(lambda: module_state(module))
@@ -164,37 +146,15 @@ def start_equal(module: nn.Module) -> None:
     broadcast_tensors(state)
 
 
-def check_apart(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ``ValueError`` where two optimizers train the same parameter, for a method with local steps.
-
-    Each would exchange it from a starting point of its own, and undo what the other one has done since.
-    """
-    owners: dict[int, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-            if owners.setdefault(id(parameter), number) != number:
-                raise ValueError(
-                    f"With local steps each parameter must have one optimizer, got one of shape"
-                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. Give what they"
-                    f" share to one of them, or take ScapeStrategy."
-                )
-
-
 def module_state(module: nn.Module) -> list[Tensor]:
     """All parameters and buffers: what must be equal on all ranks before the first step.
 
     Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
 
     Raises:
-        ValueError: one has no shape yet, or is of a kind that cannot be made equal on several ranks.
+        ValueError: one is of a kind that cannot be made equal on several ranks.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one"
-                " batch through the model before the training, as with DDP."
-            )
     ignored = getattr(module, IGNORED_BY_DDP, ())
     shared = {name: tensor for name, tensor in named if tensor.requires_grad or name not in ignored}
     for name, tensor in shared.items() if world_size() > 1 else ():

@@ -8,7 +8,6 @@ gradient is reduced in the backward pass), and each optimizer is put under a
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
@@ -33,8 +32,8 @@ from lightning_scape.comm.collectives import Communicator, leave_groups
 from lightning_scape.core.method import Method, find
 from lightning_scape.hosts import generators, guests, setup, signals, two_level
 from lightning_scape.hosts.checkpoints import ConnectorOfAll, StateDictType
-from lightning_scape.hosts.common import Common, StartMethod, check_ranks, check_start_method, register
-from lightning_scape.hosts.private_names import LaunchingTrainers, NoOptimizer
+from lightning_scape.hosts.common import Common, StartMethod, check_start_method, register
+from lightning_scape.hosts.private_names import NoOptimizer
 from lightning_scape.hosts.run_length import steps_of_run
 from lightning_scape.hosts.schedulers import with_live
 
@@ -114,13 +113,6 @@ class MethodStrategy(DDPStrategy):
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
         return {**vars(self), "_methods": [], "_fitting": False}
 
-    def __repr__(self) -> str:
-        """The options that differ from the defaults, and a remedy if the Trainer is not of the package we extend."""
-        # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
-        foreign = "pytorch_lightning" in sys.modules
-        remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
-        return f"<{self._common.call_of(self)}{remedy}>"
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -143,12 +135,9 @@ class MethodStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         check_start_method(type(self).__name__, self._common.method.name, self._start_method)
         super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = LaunchingTrainers(self, start_method=self._start_method)
 
     @override
     def setup_environment(self) -> None:
-        check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
@@ -196,11 +185,7 @@ class MethodStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
-        model = self.model
-        assert model is not None
-        setup.start_equal(model)
-        if not hasattr(model, "no_sync"):  # DDP's wrapper has it; here nothing is sent in the backward pass
-            model.no_sync = functools.partial(_without_sync, self._module)  # type: ignore[assignment]
+        setup.start_equal(self._module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -209,8 +194,6 @@ class MethodStrategy(DDPStrategy):
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
         setup.check_alike(given := [each for each in self.optimizers if not isinstance(each, NoOptimizer)])
         self._fitting = True
-        if not self._common.method.exchanges_every_step:
-            setup.check_apart(given)
         before = {id(each.optimizer): each for each in self._methods}
         for gone in [each for each in self._methods if not any(each.optimizer is one for one in given)]:
             gone.finish()
@@ -252,16 +235,12 @@ class MethodStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
         trainer = self._module.trainer
         for each in self._methods:  # not where the host steps: a module may step an optimizer that it has kept
             each.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         assert self._signals is not None
         self._signals.before_batch(trainer, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
-        return super().training_step(*args, **kwargs)
 
     def _begin_batches(self) -> None:
         if self._generators is not None:
@@ -331,10 +310,7 @@ class MethodStrategy(DDPStrategy):
         self._methods, self._steps = [], None
 
     def _put_back(self) -> None:
-        """Puts the Trainer's and the module's own parts back."""
-        module = self.lightning_module
-        if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
-            del module.no_sync
+        """Puts the Trainer's own parts back."""
         if self._signals is not None:
             guests.detach(self._module.trainer)
             self._signals = None
@@ -424,10 +400,3 @@ class MethodStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         remove = functools.partial(super().remove_checkpoint, files.local_path(filepath) or filepath)
         self._checkpoints.saver.after(remove)
-
-
-def _without_sync(module: LightningModule) -> AbstractContextManager[None]:
-    """Stands for ``no_sync`` of DDP's wrapper; a function of the module, which may be copied in a fit."""
-    strategy: Any = module.trainer.strategy
-    held: AbstractContextManager[None] = strategy.block_backward_sync()
-    return held

@@ -231,10 +231,6 @@ class ThroughForward(nn.Module):
             reshard(self.module)
         return result
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """As DDP's: inside, backward passes add gradients up and send none."""
-        return without_gradient_sync(self.module)
-
 
 def within(module: nn.Module) -> nn.Module:
     """The user's module."""

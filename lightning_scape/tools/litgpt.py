@@ -145,8 +145,6 @@ def register(name: str, options: dict[str, Any]) -> None:
     class LitGPTStrategy(FabricMethodStrategy):
         """Ranks are made equal before LitGPT saves what a run ends with: it says of no step that it is the last."""
 
-        how_to_end = "ranks become equal when LitGPT saves the final model, after its last validation."
-
         @override
         def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             if Path(path).parent.name == "final":
