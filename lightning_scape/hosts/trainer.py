@@ -185,7 +185,8 @@ class MethodStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
-        setup.start_equal(self._module)
+        assert self.model is not None
+        setup.start_equal(self.model)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
