@@ -18,7 +18,7 @@ the inner optimizer's of rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +38,8 @@ from lightning_scape.checkpoint.shards import (
 )
 from lightning_scape.core import local_shards
 from lightning_scape.core.numbers import with_plain_numbers
-from lightning_scape.sparseloco.algorithm import LocoState
+from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
 from lightning_scape.sparseloco.config import OF_THE_MESH
-
-if TYPE_CHECKING:
-    from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 METHOD = "sparseloco"
 
@@ -50,9 +47,9 @@ METHOD = "sparseloco"
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_state(loco: SparseLoCo) -> OwnState:
+def own_state(loco: Algorithm) -> OwnState:
     """This rank's part of the state: views."""
-    state, parameters, rank, node = loco.state, loco.parameters, loco.communicator.rank, loco.node
+    state, parameters, rank, node = loco.state, loco.parameters, loco.comm.rank, loco.node
     assert state is not None
     inner, chunks = _taken_apart(loco.optimizer, f"inner.{rank}")
     chunks[f"own.{rank * node.world_size + node.rank}"] = inner
@@ -63,7 +60,7 @@ def own_state(loco: SparseLoCo) -> OwnState:
     facts = {
         "method": METHOD,
         "config": dict(vars(loco.config)),
-        "ranks": loco.communicator.world_size,
+        "ranks": loco.comm.world_size,
         "shards": node.world_size,
         **facts_of(parameters),
         "optimizer": type(loco.optimizer).__name__,
@@ -73,7 +70,7 @@ def own_state(loco: SparseLoCo) -> OwnState:
     return OwnState({"param_groups": inner["param_groups"]}, facts, chunks)
 
 
-def _of_blocks(name: str, loco: SparseLoCo, blocks: Tensor) -> dict[str, Chunk]:
+def _of_blocks(name: str, loco: Algorithm, blocks: Tensor) -> dict[str, Chunk]:
     """All entries of a tensor of blocks, by parameter."""
     return of_blocks(name, loco.parameters, loco.layout, blocks, loco.layout.everything().pieces)
 
@@ -133,7 +130,7 @@ class Loaded(NamedTuple):
     """This rank's, flat, in fp32. None: they stay."""
 
 
-def load(loco: SparseLoCo, given: Any) -> Loaded:
+def load(loco: Algorithm, given: Any) -> Loaded:
     """Reads this rank's part of a saved state.
 
     Args:
@@ -148,8 +145,8 @@ def load(loco: SparseLoCo, given: Any) -> Loaded:
     if not isinstance(saved, SavedState):
         return _load_inner(loco, saved)
     _check(loco, saved)
-    facts, state, here = saved.facts, loco.algorithm.allocate(), loco.parameters.local
-    rank, ranks, before = loco.communicator.rank, loco.communicator.world_size, saved.facts["ranks"]
+    facts, state, here = saved.facts, loco.allocate(), loco.parameters.local
+    rank, ranks, before = loco.comm.rank, loco.comm.world_size, saved.facts["ranks"]
     flats = [torch.zeros(each.numel(), dtype=torch.float32, device=each.device) for each in here]
     saved.read_all(_of_blocks("start", loco, state.start))
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
@@ -164,7 +161,7 @@ def load(loco: SparseLoCo, given: Any) -> Loaded:
     return Loaded(_inner(loco, saved), facts["progress"], notes, state, flats)
 
 
-def _check(loco: SparseLoCo, saved: SavedState) -> None:
+def _check(loco: Algorithm, saved: SavedState) -> None:
     """Raises ValueError unless the state is of this model and this kind of optimizer."""
     facts, trained, kind = saved.facts, loco.parameters.indices, type(loco.optimizer).__name__
     if facts["optimizer"] != kind:
@@ -180,10 +177,10 @@ def _check(loco: SparseLoCo, saved: SavedState) -> None:
     check_model(facts, saved["param_groups"], loco.parameters, loco.optimizer.param_groups)
 
 
-def _inner(loco: SparseLoCo, saved: SavedState) -> dict[str, Any]:
+def _inner(loco: Algorithm, saved: SavedState) -> dict[str, Any]:
     """The inner optimizer's state, as it takes it. A group may hold numbers of the rank: a hook's changes are added."""
     shards = saved.facts["shards"]
-    replica = loco.communicator.rank % saved.facts["ranks"]
+    replica = loco.comm.rank % saved.facts["ranks"]
     own = saved.whole(f"own.{replica * shards + (loco.node.rank if shards == loco.node.world_size else 0)}")
     inner = _put_together(own, lambda index, name: saved.whole(f"inner.{replica}.{index}.{name}"))
     groups = zip(own["param_groups"], saved.whole("own.0")["param_groups"], saved["param_groups"], strict=True)
@@ -212,7 +209,7 @@ def _cut(optimizer: torch.optim.Optimizer, inner: Mapping[str, Any]) -> dict[str
     return {**inner, "state": state}
 
 
-def _load_inner(loco: SparseLoCo, given: Mapping[str, Any]) -> Loaded:
+def _load_inner(loco: Algorithm, given: Mapping[str, Any]) -> Loaded:
     """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
     check_groups(given["param_groups"], loco.optimizer.param_groups)
     counts = [entry["step"] for entry in given["state"].values() if isinstance(entry, Mapping) and "step" in entry]

@@ -218,7 +218,7 @@ class SparseLoCo:
         self.algorithm.begin()
         self.algorithm.look_for_writes()
         self.parameters.flatten()
-        return saved.own_state(self)
+        return saved.own_state(self.algorithm)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
@@ -251,7 +251,7 @@ class SparseLoCo:
     def _take_up(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Takes up all but the inner optimizer's state, which it returns. Collective."""
         self.parameters.flatten()
-        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self, state_dict))
+        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self.algorithm, state_dict))
         self._consolidated = None
         for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
             flat.copy_(own)
