@@ -398,6 +398,16 @@ def clips_its_own(rank: int, world_size: int) -> list[float]:
     return norms
 
 
+class SharesALayer(TwoInTurns):
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer(self.net.parameters()), self.optimizer(self.net[2].parameters())]
+
+
+def test_under_sparseloco_two_optimizers_of_one_parameter_are_an_error() -> None:
+    with pytest.raises(ValueError, match="each parameter must have one optimizer"):
+        make_trainer(SparseLoCoStrategy()).fit(SharesALayer(torch.optim.SGD))
+
+
 def test_clipping_by_value_is_an_error_that_names_the_norm() -> None:
     with pytest.raises(ValueError, match=r"must be clipped by norm, got gradient_clip_algorithm='value'"):
         make_trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(Regression())

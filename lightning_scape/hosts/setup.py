@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core import method
@@ -144,6 +145,16 @@ def start_equal(module: nn.Module) -> None:
         setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
         check_same_setup(ranks, setup)
     broadcast_tensors(state)
+
+
+def check_apart(optimizers: Iterable[Optimizer]) -> None:
+    """Raises ``ValueError`` where two optimizers train one parameter, for a method with local steps."""
+    trained = [id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    if len(set(trained)) < len(trained):
+        raise ValueError(
+            "With local steps each parameter must have one optimizer, got one that two train: at an exchange each would"
+            " undo what the other has done. Give it to one of them, or take ScapeStrategy."
+        )
 
 
 def module_state(module: nn.Module) -> list[Tensor]:

@@ -195,6 +195,8 @@ class MethodStrategy(DDPStrategy):
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
         setup.check_alike(given := [each for each in self.optimizers if not isinstance(each, NoOptimizer)])
         self._fitting = True
+        if not self._common.method.exchanges_every_step:
+            setup.check_apart(given)
         before = {id(each.optimizer): each for each in self._methods}
         for gone in [each for each in self._methods if not any(each.optimizer is one for one in given)]:
             gone.finish()
