@@ -221,8 +221,7 @@ def test_whole_runs_one_after_the_other_end_near_ddps_loss_and_send_what_is_coun
     run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, ranks_per_host: int) -> None:
-        everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        environs = [{**everyone, "RANK": str(rank), "LOCAL_WORLD_SIZE": "1"} for rank in range(2)]
+        environs = namespaces.torchrun_variables(hosts, ranks_per_host)
         run_ranks(on_host, 2, [host.namespace for host in hosts], environs, *command, fresh=True, timeout=timeout)
 
     # Forked: the test before starts them as the benchmark does.

@@ -214,20 +214,17 @@ def run_ranks(hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, 
     Raises:
         RuntimeError: a rank has failed, or time is up; the others are killed.
     """
-    cores, size = sorted(os.sched_getaffinity(0)), len(hosts) * ranks_per_host
-    paths = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(size)]
-    everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "WORLD_SIZE": size}
-    everyone |= {"LOCAL_WORLD_SIZE": ranks_per_host, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
-    everyone["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    cores, ranks = sorted(os.sched_getaffinity(0)), torchrun_variables(hosts, ranks_per_host)
+    paths = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(len(ranks))]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, log in enumerate(paths):
-            index, local = divmod(rank, ranks_per_host)
-            own = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": index}
-            environ = {name: str(value) for name, value in {**everyone, **own}.items()}
-            pinned = ["taskset", "--cpu-list", str(cores[index % len(cores)]), sys.executable, *command]
+        for log, own in zip(paths, ranks, strict=True):
+            host = int(own["GROUP_RANK"])
+            pinned = ["taskset", "--cpu-list", str(cores[host % len(cores)]), sys.executable, *command]
             with log.open("w") as out:
-                running.append(hosts[index].start(pinned, env=environ, stdout=out, stderr=out))
+                environ = {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+                running.append(hosts[host].start(pinned, env=environ, stdout=out, stderr=out))
         deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
             if time.monotonic() > deadline:
@@ -243,6 +240,15 @@ def run_ranks(hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, 
             process.wait()
 
 
+def torchrun_variables(hosts: Hosts, ranks_per_host: int = 1) -> list[dict[str, str]]:
+    """What torchrun tells each rank."""
+    everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "WORLD_SIZE": len(hosts) * ranks_per_host}
+    everyone |= {"LOCAL_WORLD_SIZE": ranks_per_host, "TORCHELASTIC_RUN_ID": "none"}
+    ranks = [divmod(rank, ranks_per_host) for rank in range(len(hosts) * ranks_per_host)]
+    own = [{"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": host} for rank, (host, local) in enumerate(ranks)]
+    return [{name: str(value) for name, value in {**everyone, **each}.items()} for each in own]
+
+
 def _last_words(log: Path) -> str:
     return "\n".join(log.read_text().splitlines()[-15:])
 
@@ -252,7 +258,7 @@ def sent_bytes() -> tuple[int, int]:
 
     Large packets count as one each, for they are cut up only behind the counter; so headers are those of large packets.
     """
-    found = re.search(rf"{INTERFACE}:(.*)", Path("/proc/self/net/dev").read_text())
+    found = re.search(rf"\b{INTERFACE}:(.*)", Path("/proc/self/net/dev").read_text())
     assert found, f"there must be an interface {INTERFACE!r}"
     size, packets = (int(column) for column in found[1].split()[8:10])
     return size, packets * _HEADERS
