@@ -472,11 +472,8 @@ def another_order_and_nothing_else(rank: int, world_size: int, folder: str) -> N
             with mock.patch.object(files, "read", wraps=files.read) as read:
                 fabric.load(path, state)
             opened = {Path(call.args[0]).name for call in read.call_args_list}
-            own = {
-                "meta.pt",
-                f"rank-{rank}.pt",
-            }  # another rank's only for what is not there: a starting point is rank 0's
-            own |= {"rank-0.pt"} if name == "sparseloco" else set()
+            # Another rank's only for what is not there: a starting point is rank 0's.
+            own = {"meta.pt", f"rank-{rank}.pt", *(["rank-0.pt"] if name == "sparseloco" else [])}
             assert opened == (own if kind == "sharded" else {Path(path).name})
             assert path not in Path("/proc/self/maps").read_text()  # of what was mapped, nothing is left
             assert state["step"] == 1

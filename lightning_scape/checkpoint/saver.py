@@ -272,8 +272,11 @@ def _newest(folder: Path, pattern: str, check: bool) -> Path | None:
     found = []
     for path in itertools.chain(folder.glob(pattern), files.finished_temporaries(folder, pattern)):
         path = checkpoint_in(path)
-        if not path.is_dir() if path.name.startswith(".") else path.is_dir() and not any(path.glob("rank-*.pt")):
-            continue  # a file that is not complete, or some other folder
+        if path.is_dir():
+            if not path.name.startswith(".") and not any(path.glob("rank-*.pt")):
+                continue  # some other folder
+        elif path.name.startswith("."):
+            continue  # a file that is not complete
         with _passing_over(path):
             found.append((_step_of(path), (path / files.META if path.is_dir() else path).stat().st_mtime_ns, path))
     for *_, path in sorted(found, reverse=True):

@@ -127,7 +127,7 @@ class Loaded(NamedTuple):
     state: LocoState | None = None
     """None: a window begins at the next step."""
     parameters: Sequence[Tensor] = ()
-    """This rank's, flat, in fp32. None: they stay."""
+    """This rank's, flat, in fp32. Empty: they stay."""
 
 
 def load(loco: Algorithm, given: Any) -> Loaded:

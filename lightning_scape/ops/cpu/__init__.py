@@ -259,13 +259,13 @@ def _in_parallel(loop: Callable[[int, int], None], count: int, grain: int) -> No
     """Calls ``loop(first, last)`` for parts of ``0 .. count``, at least ``grain`` long, on as many threads as torch."""
     threads = min(torch.get_num_threads(), -(-count // grain))
     if threads <= 1:
-        return loop(0, count)
+        loop(0, count)
+        return
     bounds = [count * i // threads for i in range(threads + 1)]
     others = [_begin(loop, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
     loop(bounds[0], bounds[1])
     for other in others:
         other.result()
-    return None
 
 
 def _begin(loop: Callable[[int, int], None], first: int, last: int) -> Future[None]:
