@@ -11,7 +11,6 @@ from example_modules import load_example
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.ops.naive.flags import count_flags, pack_flags
 from lightning_scape.scape.mask import SparsitySchedule
 
 RunRanks = Callable[..., list[Any]]
@@ -149,17 +148,6 @@ def test_a_parameter_without_a_gradient_on_every_rank_is_left_alone(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(params, results[0][2], strict=True))
         if not sparsity:
             assert gap <= 1e-6
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 100, 4096])
-def test_flags_of_all_ranks_are_counted_from_one_sum(ranks: int) -> None:
-    generator = torch.Generator().manual_seed(ranks)
-    flags = torch.rand(min(ranks, 50), 37, generator=generator) < 0.5
-    flags[:, 0], flags[:, 1] = True, False
-    sums = torch.stack([pack_flags(own.tolist(), ranks) for own in flags]).sum(0)
-    assert torch.equal(count_flags(sums, 37, ranks), flags.sum(0))
-    assert torch.equal(pack_flags([True, False, True], 2), torch.tensor([10.0]))
-    assert count_flags(torch.tensor([13.0]), 3, 2).tolist() == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints

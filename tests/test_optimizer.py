@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import pairs
 from lightning_scape.core.tensors import piece_views
-from lightning_scape.ops.naive.flags import pack_flags
 from lightning_scape.scape.first_message import DIGITS
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
@@ -179,8 +178,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     layout, quota = optimizer.engine.layout, config.quota
     entries = layout.blocks * quota.sent
     share = (world_size - 1) / world_size
-    flags = pack_flags([True] * (len(params) + 2), world_size).numel()  # end of the epoch, told to stop
-    norm = (4093 + flags + DIGITS) * 4  # in a step that is not clipped, too
+    norm = (4093 + len(params) + DIGITS) * 4  # in a step that is not clipped, too
     values_bytes, parameter_bytes = entries * 4, entries * dtype.itemsize
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
     assert sizes == [

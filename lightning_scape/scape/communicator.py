@@ -5,7 +5,7 @@ A step sends four messages, however many parameters or layers there are:
 ========== ================================ ============================================ ==================
 kind       call                             bytes a rank sends                           when
 ========== ================================ ============================================ ==================
-norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch), or some 24 B     before the sweep
+norm       all-reduce, fp32                 2 (N-1)/N * (16 KB or 16 B, + 4 B a tensor)  before the sweep
 values     all-to-all, wire dtype           (N-1)/N * k * 0.53 (int4), 1.03, 2 or 4      during the local sweep
 parameters all-gather, wire dtype or own    (N-1)/N * k * the same, or itemsize          after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most            during the next step

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops.naive.flags import packed_size
 from lightning_scape.ops.naive.wire import packed_bytes
 from lightning_scape.scape.clipping import width
 from lightning_scape.scape.config import ScapeConfig
@@ -30,7 +29,7 @@ def scape_bytes(
     blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
     mine = blocks // ranks * sent
     buffers = {
-        "norm": 2 * 4 * (width(config, ranks) + packed_size(len(numels), ranks) + DIGITS),
+        "norm": 2 * 4 * (width(config, ranks) + len(numels) + DIGITS),
         "values": ranks * (packed_bytes(mine) if config.packed else 4 * mine),
         "parameters": ranks * (packed_bytes(mine) if config.packed else back * mine),
         "mask": blocks * ops.mask_bytes(sent, block_size) if sent < block_size else 0,

@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import HYPERPARAMETERS
-from lightning_scape.ops.naive.flags import count_flags, pack_flags, packed_size
 
 DIGITS = 3
 """Numbers of a digest."""
@@ -94,7 +93,7 @@ class FirstMessage:
 
     def __init__(self, communicator: Communicator, node: Communicator, parameters: int, width: int) -> None:
         self.communicator, self.node, self._width = communicator, node, width
-        communicator.make_room(width + packed_size(parameters, communicator.world_size) + DIGITS)
+        communicator.make_room(width + parameters + DIGITS)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
@@ -109,12 +108,13 @@ class FirstMessage:
                 the step changes nothing, and :meth:`apart` tells later.
         """
         ranks, device, error = self.communicator.world_size, measured.device, None
-        packed, digest, sketched = pack_flags(flags, ranks), standing.digest(ranks), len(measured) > 1
-        carried = ops.to_device(torch.cat([packed, digest]), device)
+        digest, sketched = standing.digest(ranks), len(measured) > 1
+        own = torch.tensor(flags, dtype=torch.float32, device="cpu")
+        carried = ops.to_device(torch.cat([own, digest]), device)
         room = measured.new_zeros(self._width - len(measured))
         sums = self.communicator.all_reduce_sum(torch.cat([measured, room, carried]))
-        measured, packed, digests = sums.split([self._width, len(packed), DIGITS])
-        present = (count_flags(packed, len(flags), ranks) != 0).float()
+        measured, having, digests = sums.split([self._width, len(flags), DIGITS])
+        present = (having != 0).float()
         all_have = all(flags) if ranks == 1 else device.type == "cpu" and bool(present.all())
         mean = measured / ranks
         norm = torch.linalg.vector_norm(mean) if sketched else mean.sum().sqrt()

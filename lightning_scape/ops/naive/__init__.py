@@ -9,7 +9,6 @@ They work on some rows at a time (:mod:`.parts`), and serve where no faster impl
 """
 
 from lightning_scape.ops.naive.blocks import *  # noqa: F403
-from lightning_scape.ops.naive.flags import *  # noqa: F403
 from lightning_scape.ops.naive.gradients import *  # noqa: F403
 from lightning_scape.ops.naive.masks import *  # noqa: F403
 from lightning_scape.ops.naive.params import *  # noqa: F403
