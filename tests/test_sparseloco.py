@@ -12,6 +12,7 @@ import torch
 from muon_adamw import MuonAdamW
 from torch import Tensor, nn
 
+from lightning_scape.ops.naive.wire import add_entries
 from lightning_scape.sparseloco import SparseLoCo
 from lightning_scape.sparseloco.algorithm import MOST_DROPPED
 from lightning_scape.sparseloco.opening import facts_of
@@ -93,8 +94,8 @@ def _sent(rank: int, world_size: int, bits: int | None, average: Any) -> dict[st
         there = blocks.clone()
         message = take(blocks)
         sent = torch.zeros_like(there, dtype=torch.float64)
-        entries = wire.read(message)
-        entries._replace(values=entries.values.double()).add_to(sent)
+        positions, values = wire.read(message)
+        add_entries(sent, positions, values.double())
         seen.update(there=there.double(), sent=sent, left=blocks.double())
         return message
 

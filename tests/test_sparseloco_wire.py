@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_scape.ops.naive.blocks import Wire, pack, unpack
+from lightning_scape.ops.naive.wire import Wire, add_entries, pack, unpack
 from lightning_scape.sparseloco import SparseLoCoConfig
 
 
@@ -26,9 +26,9 @@ def spread(rows: int, length: int, seed: int = 0) -> Tensor:
 
 def received(wire: Wire, message: Tensor) -> Tensor:
     """The message as blocks, in fp64."""
-    entries = wire.read(message)
+    positions, values = wire.read(message)
     blocks = torch.zeros(len(message), wire.block_size, dtype=torch.float64)
-    entries._replace(values=entries.values.double()).add_to(blocks)
+    add_entries(blocks, positions, values.double())
     return blocks
 
 
@@ -66,10 +66,10 @@ def test_a_message_carries_most_of_what_was_chosen(bits: int | None, least: floa
 
 def test_the_largest_entries_are_sent_and_an_example_holds() -> None:
     wire, blocks = Wire(4, 2, None), torch.tensor([[3.0, -5.0, 0.0, 1.0]])
-    entries = wire.read(wire.take(blocks))
-    assert entries.positions is not None
-    assert entries.positions.tolist() == [[1, 0]]
-    assert entries.values.tolist() == [[-5.0, 3.0]]
+    positions, values = wire.read(wire.take(blocks))
+    assert positions is not None
+    assert positions.tolist() == [[1, 0]]
+    assert values.tolist() == [[-5.0, 3.0]]
     assert blocks.tolist() == [[0.0, 0.0, 0.0, 1.0]]
 
 
@@ -77,8 +77,8 @@ def test_an_entry_far_below_its_level_waits() -> None:
     """Sent as the level it would be a part of that size wrong, and the difference would be rounded."""
     blocks = torch.zeros(1, 256)
     blocks[0, :3] = torch.tensor([1.0, 1.0, 1e-9])
-    entries = Wire(256, 4, 2).read(Wire(256, 4, 2).take(blocks))
-    assert entries.values[0].count_nonzero() == 2
+    _, values = Wire(256, 4, 2).read(Wire(256, 4, 2).take(blocks))
+    assert values[0].count_nonzero() == 2
     assert blocks[0, 2] == torch.tensor(1e-9)
 
 

@@ -16,8 +16,7 @@ from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops.naive.blocks import Wire
-from lightning_scape.ops.naive.wire import GROUP, ValueWire, packed_bytes
+from lightning_scape.ops.naive.wire import GROUP, Wire, packed_bytes
 from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.state import Step
 
@@ -30,16 +29,15 @@ NUMELS = [990, 7, 303]
     shards=st.integers(1, 3), rows=st.integers(0, 70), sent=st.sampled_from([1, 2, 25]), seed=st.integers(0, 99)
 )  # fmt: skip
 def test_what_is_sent_plus_what_is_left_is_what_was_there(shards: int, rows: int, sent: int, seed: int) -> None:
-    generator, wire = torch.Generator().manual_seed(seed), ValueWire(packed=True)
+    generator, count = torch.Generator().manual_seed(seed), rows * sent
     magnitude = 10 ** (20 * torch.rand(shards * rows, 1, generator=generator) - 10)
     values = torch.randn(shards * rows, sent, generator=generator) * magnitude
     left = values.clone()
-    parts = [ops.quantize(part) for part in left.view(shards, rows * sent)]
-    read = wire.read(torch.cat(parts), rows, sent, shards)
-    assert sum(part.numel() for part in parts) == shards * packed_bytes(rows * sent)
+    message = torch.stack([ops.quantize(part) for part in left.view(shards, count)])
+    assert message.shape == ops.new_message(shards, count, values.device).shape
+    assert message.numel() == shards * packed_bytes(count)
+    read = ops.dequantize(message, count).view(values.shape)
     assert torch.equal(read.double() + left.double(), values.double())
-    for shard, part in enumerate(parts):  # a receiver reads its part alone
-        assert torch.equal(wire.read(part, rows, sent), read[shard * rows : (shard + 1) * rows])
 
 
 @pytest.mark.parametrize("choice", ["naive", "cpu"])
@@ -51,11 +49,11 @@ def test_a_message_is_that_of_blocks_of_64_that_send_everything(choice: str) -> 
     expected = wire.take(blocks)
     with ops.using(choice):
         message = ops.quantize(left.view(-1))
-        read = ValueWire(packed=True).read(message, *values.shape)
+        read = ops.dequantize(message.unsqueeze(0), values.numel()).view(values.shape)
     assert torch.equal(message, expected)
     assert torch.equal(left.view(torch.int32), blocks.view(70, -1).view(torch.int32))
-    values = wire.read(expected).values.view(70, -1)
-    values[values == 0] = -0.0  # ValueWire's zeros, which leave every parameter as it is
+    values = wire.read(expected)[1].view(70, -1)
+    values[values == 0] = -0.0  # SCAPE's zeros, which leave every parameter as it is
     assert torch.equal(read.view(torch.int32), values.view(torch.int32))
 
 
@@ -143,7 +141,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
             parts = step.parts(outgoing.region)
             ops.sweep(ops.Sweep(outgoing.region, before, parts, step.scale.blocks, None, None))
         message = take(step)
-        sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
+        sent = ops.dequantize(message.unflatten(0, (world_size, -1)), mask.numel() // world_size).view(mask.shape)
         rows = outgoing.region.rows
         after = step.state.residual.double().scatter_add(1, mask.long(), sent.double())
         lost.append(max(float((after[each] - before[each].double()).abs().max()) for each in rows))
@@ -153,7 +151,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         due = (theta - before + error.gather(1, mask.long())).double()
         elsewhere = error.scatter(1, mask.long(), 0.0)
         message = update(error, mask, theta, before, *rest)
-        sent = shard.wire.read(message, *theta.shape).double()
+        sent = ops.dequantize(message.unsqueeze(0), theta.numel()).view(theta.shape).double()
         assert torch.equal(error.scatter(1, mask.long(), 0.0), elsewhere)
         got.append(float((sent + error.gather(1, mask.long()).double() - due).abs().max()))
         return message
@@ -280,7 +278,7 @@ def _switch(rank: int, world_size: int) -> None:
             fourth.load_state_dict(whole(third))
         assert fourth.config.wire == wire
         engine, packed = fourth.engine, wire == "int4"
-        assert engine.outgoing.wire.packed == engine.shard.wire.packed == packed != engine.shard.keeps_masters
+        assert engine.outgoing.packed == engine.shard.packed == packed != engine.shard.keeps_masters
         step(params, fourth, rank, next(gradient))
         assert fourth.stats is not None
         planned = scape_bytes(NUMELS, world_size, fourth.config, back=2)

@@ -335,7 +335,7 @@ class SimulatedRanks(Ranks):
     def _make(self, rank: int) -> ScapeOptimizer:
         communicator = LocalCommunicator(self.meeting, rank, self.world_size)
         optimizer = ScapeOptimizer(self.handles[rank], **self.settings, config=self.config, communicator=communicator)
-        communicator.others_add = optimizer.engine.shard.wire.packed
+        communicator.others_add = optimizer.engine.shard.packed
         return optimizer
 
     def backward(

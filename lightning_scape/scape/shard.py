@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.ops.naive.wire import ValueWire
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.state import ScapeState, Step
@@ -26,8 +25,8 @@ class Outgoing:
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
         self.region = layout.remote(rank)
         """The shards of the other ranks; rows count from block 0."""
-        self.wire = ValueWire(config.packed and layout.world_size > 1)
-        """Packs the values, while they are swept."""
+        self.packed = config.packed and layout.world_size > 1
+        """Whether the values travel in 4 bits."""
         self._rank, self._shards, self._my_rows = rank, layout.world_size, layout.rows_of(rank)
         self._rows = slice(0, layout.blocks if self.region.rows else 0)  # none with one rank
 
@@ -45,7 +44,8 @@ class Outgoing:
         """
         residual, region = step.state.residual[self._rows], self.region
         values = torch.empty(len(residual), step.sent, dtype=torch.float32, device=residual.device)
-        message = self.wire.message(len(residual) // self._shards, step.sent, self._shards, residual.device)
+        shards, count = self._shards, values.numel() // self._shards
+        message = ops.new_message(shards, count, residual.device) if self.packed else None
         grads, mask = None if step.folded else step.parts(region), step.mask_of(self._rows)
         ops.sweep(ops.Sweep(region, residual, grads, step.scale.blocks, mask, values, message=message))
         if message is None:
@@ -56,8 +56,9 @@ class Outgoing:
 
     def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
         """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
-        ranks = enumerate(received)
-        return [mine if rank == self._rank else self.wire.read(each, *mine.shape) for rank, each in ranks]
+        if self.packed:
+            received = ops.dequantize(received, mine.numel()).view(self._shards, *mine.shape)
+        return [mine if rank == self._rank else each for rank, each in enumerate(received)]
 
 
 class Shard:
@@ -76,9 +77,9 @@ class Shard:
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
         self._layout, self._rank = layout, rank
         self._parameters, self._numbers_of = parameters, rows
-        self.wire = ValueWire(config.packed and layout.world_size > 1)
-        """Packs changes of parameters; else their values travel."""
-        self.keeps_masters = not self.wire.packed and parameters.need_masters
+        self.packed = config.packed and layout.world_size > 1
+        """Whether changes of parameters travel, in 4 bits; else their values do."""
+        self.keeps_masters = not self.packed and parameters.need_masters
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
         packed, it keeps what parameters lack, in ``change_error``."""
 
@@ -121,7 +122,7 @@ class Shard:
         # Where somebody else has written a parameter since, its value takes the master's place.
         entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, mask, self._layout.block_size)
         ops.gather_params(entries, theta, renew=state.master is not None)
-        before = theta.clone() if self.wire.packed else None
+        before = theta.clone() if self.packed else None
         numbers = self._numbers_of.numbers(state, step.scale, step.groups)
         shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
         if state.exp_avg_sq is None:
@@ -143,14 +144,15 @@ class Shard:
     def write(self, step: Step, update: Tensor) -> None:
         """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
         # What narrower parameters lose by rounding stays with us where changes are packed.
-        error = step.state.change_error if self.wire.packed else None
+        error = step.state.change_error if self.packed else None
         self._scatter(step, self.region, step.mask_of(self.rows), update, step.scale.mine, error)
 
     def write_others(self, step: Step, message: Tensor, others: Region) -> None:
         """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
-        shards, rows = self._layout.world_size, self._layout.shard_blocks
-        values = self.wire.read(message, rows, step.sent, shards, others.rows)
-        self._scatter(step, others, step.mask, values, step.scale.blocks)
+        if self.packed:
+            shards, count = self._layout.world_size, self._layout.shard_blocks * step.sent
+            message = ops.dequantize(message.unflatten(0, (shards, -1)), count).view(-1, step.sent)
+        self._scatter(step, others, step.mask, message, step.scale.blocks)
 
     def _scatter(
         self,
@@ -162,7 +164,7 @@ class Shard:
         error: Tensor | None = None,
     ) -> None:
         entries = ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
-        ops.scatter_params(entries, values, self.wire.packed, scale, error)
+        ops.scatter_params(entries, values, self.packed, scale, error)
 
     def adopt(self, state: ScapeState) -> None:
         """Makes of what another wire has kept what this one keeps: a master is what the parameter holds and lacks.

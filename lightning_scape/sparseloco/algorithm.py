@@ -23,7 +23,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.ranges import timed_range
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.ops.naive.blocks import Wire
+from lightning_scape.ops.naive.wire import Wire, add_entries
 from lightning_scape.sparseloco import opening
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.opening import Opening
@@ -245,10 +245,10 @@ class Algorithm:
         total, senders = torch.zeros_like(like), torch.zeros_like(like)
         everything = self.wire.dense or self.config.average == "all"
         for message in messages:
-            entries = self.wire.read(message)
-            entries.add_to(total)
+            positions, values = self.wire.read(message)
+            add_entries(total, positions, values)
             if not everything:
-                entries._replace(values=(entries.values != 0).float()).add_to(senders)
+                add_entries(senders, positions, (values != 0).float())
         if everything:
             return total / self.comm.world_size
         senders.clamp_(min=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_scape.core.quota import Quota, check_sharding, quota_for
-from lightning_scape.ops.naive.blocks import Wire
+from lightning_scape.ops.naive.wire import Wire
 
 Average = Literal["all", "geometric", "senders"]
 BITS = (2, 4, 8)

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_scape.ops import naive
 from lightning_scape.ops.cpu import loops
 from lightning_scape.ops.dispatch import Declined
-from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES
+from lightning_scape.ops.naive.wire import GROUP
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.uint8, torch.uint16, torch.int32, torch.int64}
 """Not fp64, in which no model of size is trained: its loops would take as long to compile as those of fp32."""
@@ -147,9 +147,9 @@ def _pieces_of_sweep(work: naive.Sweep) -> list[tuple[torch.dtype, Any, Any]]:
 # ------------------------------------------------------------------------------------------------ what arrives and goes
 
 
-def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+def dequantize(message: Tensor, count: int) -> Tensor:
     """One pass."""
-    values = torch.empty(len(message), count, dtype=torch.float32, device="cpu") if out is None else out
+    values = torch.empty(len(message), count, dtype=torch.float32, device="cpu")
     rows = message.flatten(0, 1)
     loop = functools.partial(loops.dequantize, _array(rows), _array(values.view(-1)), count)
     _in_parallel(loop, len(rows), _rows(GROUP))
@@ -158,7 +158,7 @@ def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor
 
 def quantize_with_error(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor) -> Tensor:
     """One pass."""
-    message = torch.empty(-(-theta.numel() // GROUP), GROUP_BYTES, dtype=torch.uint8, device="cpu")
+    message = naive.new_message(1, theta.numel(), theta.device)[0]
     places = _or_empty(mask, naive.position_dtype(error.shape[1]))
     tensors = _array(theta), _array(before), _array(message), _array(scale.reshape(-1))
     loop = functools.partial(loops.quantize_with_error, _array(error), places, *tensors)

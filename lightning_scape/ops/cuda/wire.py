@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES, LEAST_SCALE
+from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES, LEAST_SCALE, new_message
 
 _GROUPS = 32
 """Groups of a program: 2,048 values, 16 for each of 128 threads. The 7 in the kernels is naive.wire.LEVELS."""
@@ -107,7 +107,7 @@ def quantize(values: Tensor) -> Tensor:
     """See :func:`naive.quantize`. One launch; values are read and written once."""
     assert values.dtype == torch.float32
     assert values.is_contiguous()
-    message = torch.empty(1, triton.cdiv(len(values), GROUP), GROUP_BYTES, dtype=torch.uint8, device=values.device)
+    message = new_message(1, len(values), values.device)
     _launch_quantize(values.unsqueeze(0), message, None, None)
     return message[0]
 
@@ -170,10 +170,10 @@ def _dequantize_kernel(
     tl.store(target + 1, _value_of(codes >> 4, unit), mask=there & (entry + 1 < count))
 
 
-def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+def dequantize(message: Tensor, count: int) -> Tensor:
     """See :func:`naive.dequantize`. One launch."""
     shards, groups = message.shape[:2]
-    values = torch.empty(shards, count, dtype=torch.float32, device=message.device) if out is None else out
+    values = torch.empty(shards, count, dtype=torch.float32, device=message.device)
     launching.launch(
         _dequantize_kernel,
         triton.cdiv(shards * groups, _GROUPS),

@@ -8,7 +8,6 @@ and 0 for a step that must be skipped; every function here then leaves its state
 They work on some rows at a time (:mod:`.parts`), and serve where no faster implementation does.
 """
 
-from lightning_scape.ops.naive.blocks import *  # noqa: F403
 from lightning_scape.ops.naive.gradients import *  # noqa: F403
 from lightning_scape.ops.naive.masks import *  # noqa: F403
 from lightning_scape.ops.naive.params import *  # noqa: F403

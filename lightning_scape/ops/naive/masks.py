@@ -1,4 +1,4 @@
-"""Masks in plain PyTorch: the part of :mod:`..naive` that chooses entries of blocks."""
+"""Masks in plain PyTorch: the part of :mod:`..naive` that chooses entries of blocks, and takes or puts these."""
 
 from __future__ import annotations
 
@@ -44,6 +44,19 @@ def select(statistic: Tensor, sent: int) -> Tensor:
         keys = statistic[rows].float().view(torch.int32) & (MAGNITUDE_BITS & ~low) | places
         chosen.append((low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length)))
     return torch.cat(chosen)
+
+
+def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
+    return matrix if mask is None else matrix.gather(1, mask.long())
+
+
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+    """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
+    if mask is None:
+        matrix.copy_(values)
+    else:
+        matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
 
 
 def as_bits(sent: int, block_size: int) -> bool:

@@ -12,8 +12,9 @@ from lightning_scape.core.layout import Region
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.dispatch import operation
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold
+from lightning_scape.ops.naive.masks import gather_blocks, scatter_blocks
 from lightning_scape.ops.naive.parts import column, cut, row_slices
-from lightning_scape.ops.naive.wire import gather_blocks, quantize_with_error, scatter_blocks
+from lightning_scape.ops.naive.wire import quantize_with_error
 
 
 def compact(residual: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.masks import gather_blocks, scatter_blocks
 from lightning_scape.ops.naive.parts import column, cut, row_slices
-from lightning_scape.ops.naive.wire import gather_blocks, scatter_blocks
 
 LONGEST_MOVE = 25.0
 """The largest move of an entry in one update, in learning rates (AdamW)."""

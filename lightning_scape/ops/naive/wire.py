@@ -1,46 +1,251 @@
-"""What travels, in plain PyTorch: the part of :mod:`..naive` for entries of blocks, and for their messages.
+"""What travels, in plain PyTorch: rows of bytes, each of one block, all of the same size.
 
-Symbols of values in 4 bits: ``S`` shards, ``n`` values of each, ``G = ceil(n / 64)`` groups of each. A group of 64
-consecutive values is one row of ``W = 34`` bytes: the codes, lowest bits first, then the scale, lowest byte first. A
-shard's last group is filled up with zeros.
+Symbols: ``R`` blocks, ``B`` entries of a block, ``q`` of them are sent, ``b`` bits of a value. A row holds, in order:
 
-The scale is the upper half of an fp32, the *unit*: the largest magnitude of the group divided by 7, rounded up. The
-code ``c`` stands for ``(c - 7) * unit``.
+========= ============================ ==============================================================================
+field     bytes                        content
+========= ============================ ==============================================================================
+positions ceil(q * ceil(log2 B) / 8)   in the block, largest magnitude first; nothing where q = B
+codes     ceil(q * b / 8), or 4 q      of the values; the values themselves (fp32) where they are not quantized
+scale     2, or 0                      of the block
+========= ============================ ==============================================================================
+
+SparseLoCo's message has B = 256, q = 4, b = 2: that is 4 + 1 + 2 bytes, 14 bits for an entry, everything included.
+SCAPE's values and changes are *groups*, B = q = 64, b = 4: 34 bytes. They come from each of ``S`` shards, ``n`` values
+in ``G = ceil(n / 64)`` groups, the last one filled up with zeros.
+
+Three quantizers, by what is sent:
+
+- **two levels** (2 bits, positions sent): ``-high, -low, low, high``. ``low`` is the mean magnitude of the entries
+  below the mean of all q, ``high`` that of the others. An entry of less than half its level is not sent: its place
+  repeats the block's first position, which no other place can hold.
+- **uniform** (4 and 8 bits): ``i * unit`` for whole i from ``-(2**(b-1) - 1)``; the largest magnitude of the block just
+  fits. The unit is the upper half of an fp32, rounded up; the code is ``i + 2**(b-1) - 1``.
+- **ternary** (2 bits, everything sent): ``-unit, 0, unit`` with ``unit`` of 1.25 root mean squares.
+
+Sent plus left equals what was there, *exactly*, bit for bit. Levels have at most 16 significant bits, and an entry is
+sent as a level only if its magnitude is at least half of it. So the two are either within a factor of two (their
+difference is an fp32 number: Sterbenz), or the level is below the entry and a multiple of its last place's unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
+from lightning_scape.ops.naive.masks import gather_blocks, scatter_blocks, select
 from lightning_scape.ops.naive.parts import column, cut, row_slices
 
 GROUP = 64
-"""Values that share a scale."""
+"""Values of SCAPE that share a scale."""
 GROUP_BYTES = 34
-"""W."""
+"""Of a group."""
 LEVELS = 7
-"""The largest multiple of a unit."""
+"""The largest multiple of a group's unit."""
 LEAST_SCALE = 1e-30
-"""A unit that is not larger becomes 0, and the group sends zeros: there are no subnormal numbers."""
+"""A unit that is not larger becomes 0, and the block sends zeros: there are no subnormal numbers."""
+_SCALE_BYTES = 2
+_TERNARY_UNIT = 1.25
+"""In root mean squares: about the best three levels for a normal distribution (1.22)."""
+_RATIO_BITS, _RATIO_UNIT = 5, 8
+"""``high = low * (1 + r / 8)`` for r from 0 to 31."""
 
 
-def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
-    return matrix if mask is None else matrix.gather(1, mask.long())
+@dataclass(frozen=True)
+class Wire:
+    """Format of a message.
+
+    Args:
+        block_size: B.
+        sent: q, 1 .. B.
+        bits: 2, 4, 8, or None: values are fp32.
+    """
+
+    block_size: int
+    sent: int
+    bits: int | None
+
+    @property
+    def dense(self) -> bool:
+        """Whether every entry is sent, and no position."""
+        return self.sent == self.block_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block's row."""
+        return sum(self._field_bytes)
+
+    @property
+    def _position_bits(self) -> int:
+        return 0 if self.dense else max(1, (self.block_size - 1).bit_length())
+
+    @property
+    def _field_bytes(self) -> tuple[int, int, int]:
+        positions = -(-self.sent * self._position_bits // 8)
+        if self.bits is None:
+            return positions, 4 * self.sent, 0
+        return positions, -(-self.sent * self.bits // 8), _SCALE_BYTES
+
+    def take(self, blocks: Tensor) -> Tensor:
+        """Takes the q largest entries of each block out, as a message; what the message does not say stays behind.
+
+        Example: ``[[3, -5, 0, 1]]`` with q = 2 and bits = None sends 3 and -5 and leaves ``[[0, 0, 0, 1]]``.
+
+        Args:
+            blocks: fp32 ``[R, B]``, finite, changed in place.
+
+        Returns:
+            uint8 ``[R, row_bytes]``.
+        """
+        positions = None if self.dense else select(blocks, self.sent).long()
+        values = blocks if positions is None else blocks.gather(1, positions)
+        if self.bits is None:
+            coded = [_bytes(values)]
+        else:
+            positions, symbols, field = _quantize(self.bits, positions, values)
+            coded = [pack(symbols, self.bits), _bytes(field)]
+            values = _values(self.bits, positions, symbols, field)
+        if positions is not None:
+            coded.insert(0, pack(positions, self._position_bits))
+        message = torch.cat(coded, dim=1)
+        add_entries(blocks, positions, values.neg())
+        return message
+
+    def read(self, message: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The entries that a message, uint8 ``[R, row_bytes]``, holds.
+
+        Returns:
+            Positions in the block, int64 ``[R, q]``; None is all of them, in order. And values, fp32 ``[R, q]``. A
+            position that comes twice has the value 0 the second time.
+        """
+        places, codes, scale = message.split(self._field_bytes, dim=1)
+        positions = None if self.dense else unpack(places, self._position_bits, self.sent)
+        if self.bits is None:
+            return positions, _view(codes, torch.float32)
+        symbols = unpack(codes, self.bits, self.sent)
+        return positions, _values(self.bits, positions, symbols, _view(scale, torch.int16))
 
 
-def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
-    """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
-    if mask is None:
-        matrix.copy_(values)
+def add_entries(blocks: Tensor, positions: Tensor | None, values: Tensor) -> None:
+    """``blocks [R, B] += values [R, q]``, at their positions: what :meth:`Wire.read` returns."""
+    if positions is None:
+        blocks.add_(values)
     else:
-        matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
+        blocks.scatter_add_(1, positions, values)
+
+
+def to_scale(unit: Tensor) -> Tensor:
+    """int16: the upper half of a unit's fp32, rounded up; 0 up to :data:`LEAST_SCALE`."""
+    unit = torch.where(unit > LEAST_SCALE, unit, 0.0)
+    return ((unit.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
+
+
+def from_scale(scale: Tensor) -> Tensor:
+    """The reverse of :func:`to_scale`, fp32."""
+    return (scale.to(torch.int32) << 16).view(torch.float32)
+
+
+def _levels(bits: int) -> int:
+    """The largest multiple of a unit."""
+    return (1 << (bits - 1)) - 1
+
+
+def _quantize(bits: int, positions: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Positions (the first one repeated where nothing is sent), codes, and scales int16 ``[R, 1]``."""
+    magnitude, most = values.abs(), _levels(bits)
+    if bits == 2 and positions is not None:
+        field = _two_level_field(magnitude)
+        low, high = _two_level_scale(field)
+        symbols = 2 * (magnitude * 2 > low + high).long() + (values < 0).long()
+        level = torch.where(symbols > 1, high, low)
+        return torch.where(magnitude * 2 >= level, positions, positions[:, :1]), symbols, field
+    if bits == 2:
+        unit = magnitude.square().mean(dim=1, keepdim=True).sqrt_().mul_(_TERNARY_UNIT)
+    else:
+        unit = magnitude.amax(dim=1, keepdim=True) / most
+    field = to_scale(unit)
+    unit = from_scale(field)
+    steps = torch.where(unit > 0, values / unit, 0.0).round_().clamp_(-most, most)
+    return positions, steps.long() + most, field
+
+
+def _values(bits: int, positions: Tensor | None, symbols: Tensor, field: Tensor) -> Tensor:
+    """fp32 ``[R, q]``: what codes and scales stand for; sender and receiver compute the same."""
+    if bits > 2 or positions is None:
+        return (symbols - _levels(bits)) * from_scale(field)
+    low, high = _two_level_scale(field)
+    values = torch.where(symbols > 1, high, low)
+    values = torch.where(symbols % 2 == 1, -values, values)
+    values[:, 1:].masked_fill_(positions[:, 1:] == positions[:, :1], 0.0)
+    return values
+
+
+def _two_level_field(magnitude: Tensor) -> Tensor:
+    """int16 ``[R, 1]``: 11 bits for ``low`` (exponent and 3 bits), 5 bits for ``high / low``."""
+    mean = magnitude.mean(dim=1, keepdim=True)
+    upper = magnitude >= mean
+    count = upper.sum(dim=1, keepdim=True)
+    high = (magnitude * upper).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    low = (magnitude * ~upper).sum(dim=1, keepdim=True) / (upper.shape[1] - count).clamp(min=1)
+    low = torch.where(low > 0, low, high)  # all are alike
+    low = torch.maximum(low, high / 4)  # the largest ratio there is
+    low = torch.where(low > LEAST_SCALE, low, 0.0)
+    code = (low.view(torch.int32) + (1 << 19)) >> 20
+    rounded = (code << 20).view(torch.float32)
+    ratio = torch.where(rounded > 0, (high / rounded - 1) * _RATIO_UNIT, 0.0).round_().clamp_(0, 31)
+    return ((code << _RATIO_BITS) | ratio.to(torch.int32)).to(torch.int16)
+
+
+def _two_level_scale(field: Tensor) -> tuple[Tensor, Tensor]:
+    """``low`` and ``high``, fp32 ``[R, 1]`` each."""
+    bits = field.to(torch.int32) & 0xFFFF
+    low = ((bits >> _RATIO_BITS) << 20).view(torch.float32)
+    return low, low * (1 + (bits & 31).float() / _RATIO_UNIT)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _view(field: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes ``[R, n]`` as wider numbers; copied first, for a part of a row may begin anywhere."""
+    return field.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def pack(symbols: Tensor, bits: int) -> Tensor:
+    """Whole numbers of ``bits`` bits each, packed into bytes, lowest bit first; a row is filled up to whole bytes.
+
+    Example: ``[[1, 2, 3]]`` with 2 bits is ``[[0b111001]]``.
+
+    Args:
+        symbols: int64 ``[R, n]``, from 0 to ``2**bits - 1``.
+        bits: 1 to 16.
+
+    Returns:
+        uint8 ``[R, ceil(n * bits / 8)]``.
+    """
+    places = torch.arange(bits, dtype=torch.int32, device=symbols.device)
+    flat = ((symbols.int().unsqueeze(2) >> places) & 1).to(torch.uint8).flatten(1)
+    flat = F.pad(flat, (0, -flat.shape[1] % 8))
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=symbols.device)
+    return (flat.unflatten(1, (-1, 8)) * weights).sum(dim=2, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The reverse of :func:`pack`: int64 ``[R, count]``."""
+    eight = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    flat = ((packed.unsqueeze(2) >> eight) & 1).flatten(1)[:, : count * bits]
+    weights = 1 << torch.arange(bits, dtype=torch.int32, device=packed.device)
+    return (flat.view(len(flat), count, bits) * weights).sum(dim=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ groups
+
+_GROUPS = Wire(GROUP, GROUP, 4)
 
 
 @operation
@@ -56,38 +261,32 @@ def quantize(values: Tensor) -> Tensor:
         values: fp32 ``[n]``, contiguous, magnitudes below 3.3e38, changed in place.
 
     Returns:
-        uint8 ``[G, W]``.
+        uint8 ``[G, 34]``.
     """
     groups = F.pad(values, (0, -len(values) % GROUP)).view(-1, GROUP)
-    scale = to_scale(groups.abs().amax(dim=1) / LEVELS)
-    unit = from_scale(scale).unsqueeze(1)
-    steps = torch.where(unit > 0, groups / unit, 0.0).round_().clamp_(-LEVELS, LEVELS).to(torch.int32)
-    values.copy_((groups - steps * unit).view(-1)[: len(values)])
-    codes = (steps + LEVELS).to(torch.uint8)
-    return torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, scale.view(torch.uint8).view(-1, 2)], dim=1)
+    message = _GROUPS.take(groups)
+    values.copy_(groups.view(-1)[: len(values)])
+    return message
 
 
 @operation
-def dequantize(message: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+def dequantize(message: Tensor, count: int) -> Tensor:
     """The values of a message, as they were sent. A zero is -0.0: adding it leaves every number as it is.
 
     Example: the message of :func:`quantize`'s example, with ``count=3``, is ``[[4, -7, -0.0]]``.
 
     Args:
-        message: uint8 ``[S, G, W]``, from :func:`quantize` of each shard.
+        message: uint8 ``[S, G, 34]``, from :func:`quantize` of each shard.
         count: n.
-        out: where to put the result, contiguous; None is new memory.
 
     Returns:
         fp32 ``[S, n]``, contiguous.
     """
-    values = torch.empty(len(message), count, device=message.device, dtype=torch.float32) if out is None else out
+    values = torch.empty(len(message), count, device=message.device, dtype=torch.float32)
     for shard, given in zip(values, message, strict=True):
         for groups in row_slices(given):
-            codes, scale = given[groups].split([GROUP // 2, 2], dim=1)
-            steps = LEVELS - torch.stack([codes & 15, codes >> 4], dim=2).flatten(1).to(torch.int32)
-            part = shard[groups.start * GROUP : groups.stop * GROUP]
-            part.copy_((steps * -from_scale(scale.clone().view(torch.int16))).view(-1)[: len(part)])
+            part, (_, read) = shard[groups.start * GROUP : groups.stop * GROUP], _GROUPS.read(given[groups])
+            part.copy_(torch.where(read == 0, -0.0, read).view(-1)[: len(part)])
     return values
 
 
@@ -104,9 +303,9 @@ def quantize_with_error(error: Tensor, mask: Tensor | None, theta: Tensor, befor
         scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
 
     Returns:
-        uint8 ``[G, W]``.
+        uint8 ``[G, 34]``.
     """
-    message = torch.empty(-(-theta.numel() // GROUP), GROUP_BYTES, dtype=torch.uint8, device=theta.device)
+    message = new_message(1, theta.numel(), theta.device)[0]
     for rows in row_slices(theta):  # whole groups, but for the last
         new, here, few = theta[rows], error[rows], cut(mask, rows)
         applied, kept = column(cut(scale, rows)) != 0, gather_blocks(here, few)
@@ -124,53 +323,11 @@ def quantize_with_error(error: Tensor, mask: Tensor | None, theta: Tensor, befor
     return message
 
 
-def to_scale(unit: Tensor) -> Tensor:
-    """int16: the upper half of a unit's fp32, rounded up; 0 up to :data:`LEAST_SCALE`."""
-    unit = torch.where(unit > LEAST_SCALE, unit, 0.0)
-    return ((unit.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
-
-
-def from_scale(scale: Tensor) -> Tensor:
-    """The reverse of :func:`to_scale`, fp32."""
-    return (scale.to(torch.int32) << 16).view(torch.float32)
-
-
 def packed_bytes(count: int) -> int:
     """Bytes of a message of so many values."""
     return -(-count // GROUP) * GROUP_BYTES
 
 
-class ValueWire(NamedTuple):
-    """Makes room for messages of values and changes ``[R, q]``, and reads them.
-
-    What is left of values stays in the residual, because the sweep packs them; what is left of changes stays with the
-    owner.
-    """
-
-    packed: bool
-    """False: values travel as they are."""
-
-    def message(self, rows: int, sent: int, shards: int, device: torch.device) -> Tensor | None:
-        """Memory for the message of values ``[shards * rows, sent]``; None: they travel as they are.
-
-        uint8 ``[shards, G, W]``: no two shards, one for each receiver, share a group.
-        """
-        if not self.packed:
-            return None
-        return torch.empty(shards, -(-rows * sent // GROUP), GROUP_BYTES, dtype=torch.uint8, device=device)
-
-    def read(
-        self, message: Tensor, rows: int, sent: int, shards: int = 1, some: Sequence[slice] | None = None
-    ) -> Tensor:
-        """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself.
-
-        ``some``: rows that are read, each slice those of whole shards; the others stay undefined. None: all.
-        """
-        if not self.packed:
-            return message
-        values = torch.empty(shards * rows, sent, dtype=torch.float32, device=message.device)
-        parts, count = message.view(shards, len(message) // shards, GROUP_BYTES), rows * sent
-        for part in [slice(0, shards * rows)] if some is None else some:
-            here = parts[part.start // max(1, rows) : part.stop // max(1, rows)]
-            dequantize(here, count, out=values[part].view(len(here), count))
-        return values
+def new_message(shards: int, count: int, device: torch.device) -> Tensor:
+    """Room for ``count`` values of each shard, uint8 ``[S, G, 34]``: no two receivers' share a group."""
+    return torch.empty(shards, packed_bytes(count) // GROUP_BYTES, GROUP_BYTES, dtype=torch.uint8, device=device)
