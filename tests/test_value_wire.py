@@ -130,7 +130,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     config = ScapeConfig(sparsity=0.9, wire_dtype=wire, update="adamw", sparsity_warmup_steps=0)  # type: ignore[arg-type]
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine = optimizer.engine
-    outgoing, shard, got = engine.outgoing, engine.shard, []
+    outgoing, got = engine.outgoing, []
     take, update = outgoing.take, ops.quantize_with_error
     lost = []
 

@@ -125,11 +125,8 @@ class Shard:
         before = theta.clone() if self.packed else None
         numbers = self._numbers_of.numbers(state, step.scale, step.groups)
         shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
-        if state.exp_avg_sq is None:
-            ops.update_adams(shard, mask, mean, numbers)
-        else:  # where everything is sent, the mean says all
-            own = None if mask is None else mine.to(mean.dtype)
-            ops.update_adamw(shard, mask, mean, own, numbers, self._layout.world_size)
+        own = None if mask is None else mine.to(mean.dtype)  # where everything is sent, the mean says all
+        ops.update(shard, mask, mean, own, numbers, self._layout.world_size)
         self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)

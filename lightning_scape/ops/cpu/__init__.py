@@ -2,7 +2,7 @@
 
 Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. All are bitwise
 equal to the definition, but for three that round otherwise: ``squared_norm`` and ``sketch`` sum in another order, the
-same at every run and number of threads; of ``update_adamw``, moments and last steps are bitwise equal for entries
+same at every run and number of threads; of ``update``, moments and last steps are bitwise equal for entries
 updated in the step before, else within rounding (``exp``, and torch's ``sqrt``, which is not correctly rounded).
 
 The :mod:`.loops` release Python's lock, and share their range among ``torch.get_num_threads()`` threads. What they are
@@ -204,7 +204,7 @@ def _exchange(loop: Any, entries: naive.ParamEntries, values: Tensor, error: Ten
         _in_parallel(functools.partial(loop, table, *rest), count, _GRAIN)
 
 
-def update_adamw(
+def update(
     shard: naive.ShardState,
     mask: Tensor | None,
     mean: Tensor,
@@ -214,7 +214,8 @@ def update_adamw(
 ) -> None:
     """One pass."""
     theta, exp_avg, second, last_step = shard
-    assert second is not None
+    if second is None:  # AdamS
+        raise Declined
     group = numbers.group if numbers.hyper.lr.dim() else None
     by_row = numbers.step.int(), numbers.scale.float(), numbers.first, numbers.second
     loop = functools.partial(

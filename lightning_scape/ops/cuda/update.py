@@ -114,14 +114,15 @@ def _update_kernel(
         tl.store(of_last_step, now, mask=inside)
 
 
-def update_adamw(
+def update(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> None:
-    """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
+    """See :func:`naive.update`. One launch; what it reads of the moments and the last steps it writes back."""
     theta, exp_avg, second, last_step = shard
     step, scale, group = numbers.step, numbers.scale, numbers.group
     given = mean, mean if mine is None else mine
-    assert second is not None
+    if second is None:  # AdamS
+        raise Declined
     assert theta.is_contiguous()
     assert all(each.is_contiguous() for each in given)
     assert numbers.first.dim() == numbers.second.dim()

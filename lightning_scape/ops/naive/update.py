@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,16 +75,7 @@ class RowNumbers(NamedTuple):
     """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
 
 
-class Updated(NamedTuple):
-    """Result of a rule."""
-
-    theta: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor | None
-    """None: AdamS has no second moment of its own."""
-
-
-def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper: Hyper) -> Updated:
+def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
     """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
 
     With ``g = A / tau``, the mean gradient since the last update, the first moment's tau steps are one step of backward
@@ -99,9 +89,7 @@ def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper
 
     It is ``S = tau*g + (m - m')*b1/(1-b1)``: all of a gradient reaches the parameter in the end, whatever the waits. On
     a quadratic whose curvature, in units of the step size, is h, with constant tau and b1 = 0.9, it is stable up to
-    ``h = 2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024 (tau = 2, 10, 100). AdamS is up to 38. The sum of tau first
-    moments is the same but for ``bt = b1**tau``. A was measured before any of these steps, and the sum goes on along
-    an m older still: it is stable up to 2.1, 0.27 and 0.024.
+    ``h = 2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024 (tau = 2, 10, 100). AdamS is up to 38.
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
     ``E[m**2]``.
@@ -114,11 +102,14 @@ def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper
         tau: steps since the last update, >= 1.
         total: A, mean over ranks of the gradients summed since the last update.
         hyper: lr, betas, eps, weight decay.
+
+    Returns:
+        theta and m'.
     """
     m, h = exp_avg, hyper
     new, moved = _first_moments(m, tau, total, h)
     v = m.square() * h.beta2 + total.square() / tau * h.one_minus_beta2
-    return Updated(_decay(tau, h) * theta - moved * h.lr / (v.sqrt() + h.eps), new, None)
+    return _decay(tau, h) * theta - moved * h.lr / (v.sqrt() + h.eps), new
 
 
 def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper) -> tuple[Tensor, Tensor]:
@@ -144,7 +135,7 @@ def adamw_step(
     hyper: Hyper,
     corrections: tuple[Tensor, Tensor],
     ranks: int,
-) -> Updated:
+) -> tuple[Tensor, Tensor, Tensor]:
     """``tau`` steps of AdamW at once, from the sum of their gradients.
 
     The first moment m', what it moves S, and the decay are those of :func:`adams_step`, with AdamW's bias corrections
@@ -189,6 +180,9 @@ def adamw_step(
         hyper: lr, betas, eps, weight decay.
         corrections: c1 and c2.
         ranks: N.
+
+    Returns:
+        theta, m' and v.
     """
     h, (c1, c2), v, largest = hyper, corrections, exp_avg_sq, torch.finfo(total.dtype).max
     new, moved = _first_moments(exp_avg, tau, total, h)
@@ -207,23 +201,14 @@ def adamw_step(
         v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
     v = v.clamp(max=largest)
     u = torch.maximum(v / c2, common.square())
-    return Updated(_decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v)
-
-
-def update_adams(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers) -> None:
-    """:func:`adams_step` on the masked entries of a shard; the rest as :func:`update_adamw`. No back end has a twin."""
-
-    def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, _: Tensor | None) -> Updated:
-        return adams_step(theta, m, tau, mean[rows], hyper)
-
-    _update(step, shard, mask, numbers)
+    return _decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v
 
 
 @operation
-def update_adamw(
+def update(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> None:
-    """:func:`adamw_step` on the masked entries of a shard; theta, both moments and last_step change in place.
+    """Updates the masked entries of a shard by :func:`adamw_step`; theta, both moments and last_step change in place.
 
     Example: lr 1, no decay, both betas 0, eps 1e-30, two ranks: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
     ``mine = [[-1]]``, exp_avg_sq ``[[0, 0.5]]``, last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``,
@@ -231,32 +216,27 @@ def update_adamw(
 
     Args:
         shard: changed in place. Its second moment is that of the step before without a mask, else it has this step's
-            own gradient in it.
+            own gradient in it. Without one the rule is :func:`adams_step`, of which no back end has a twin.
         mask: ``[R, q]`` or None.
         mean: ``[R, q]``, A of :func:`adamw_step`.
         mine: likewise of its dtype, a; None without a mask.
-        numbers: of each row.
+        numbers: of each row. Rows of scale 0 are left alone.
         ranks: N.
     """
-
-    def step(rows: slice, tau: Tensor, hyper: Hyper, theta: Tensor, m: Tensor, v: Tensor | None) -> Updated:
-        assert v is not None
-        corrections = column(cut(numbers.first, rows)), column(cut(numbers.second, rows))
-        return adamw_step(theta, m, v, tau, mean[rows], cut(mine, rows), hyper, corrections, ranks)
-
-    _update(step, shard, mask, numbers)
-
-
-def _update(step: Callable[..., Updated], shard: ShardState, mask: Tensor | None, numbers: RowNumbers) -> None:
-    """Steps by a rule, but for rows of scale 0."""
     for rows in row_slices(shard.theta):
         few, places = ShardState(*(cut(matrix, rows) for matrix in shard)), cut(mask, rows)
         now, applied = column(cut(numbers.step, rows)), column(cut(numbers.scale, rows)) != 0
         hyper = numbers.hyper.rows(cut(numbers.group, rows))
-        tau = now - gather_blocks(few.last_step, places)
-        m, v = (None if matrix is None else gather_blocks(matrix, places) for matrix in few[1:3])
-        theta, *new = step(rows, tau.clamp(min=1).to(few.theta.dtype), hyper, few.theta, m, v)
-        for matrix, value in zip(few[1:], (*new, now.to(few.last_step)), strict=True):
-            if matrix is not None and value is not None:
-                scatter_blocks(matrix, places, torch.where(applied, value, gather_blocks(matrix, places)))
+        tau = (now - gather_blocks(few.last_step, places)).clamp(min=1).to(few.theta.dtype)
+        m = gather_blocks(few.exp_avg, places)
+        if few.exp_avg_sq is None:
+            theta, *new = adams_step(few.theta, m, tau, mean[rows], hyper)
+            changed = [few.exp_avg, few.last_step]
+        else:
+            v, own = gather_blocks(few.exp_avg_sq, places), cut(mine, rows)
+            corrections = column(cut(numbers.first, rows)), column(cut(numbers.second, rows))
+            theta, *new = adamw_step(few.theta, m, v, tau, mean[rows], own, hyper, corrections, ranks)
+            changed = [few.exp_avg, few.exp_avg_sq, few.last_step]
+        for matrix, value in zip(changed, (*new, now.to(few.last_step)), strict=True):
+            scatter_blocks(matrix, places, torch.where(applied, value, gather_blocks(matrix, places)))
         few.theta.copy_(torch.where(applied, theta, few.theta))
