@@ -150,7 +150,7 @@ def test_definitions_do_not_depend_on_how_many_rows_they_take_at_a_time(
 ) -> None:
     whole, parts = [], []
     for found, entries in ((whole, 1 << 18), (parts, 1)):  # 64 rows, or a group, or an entry
-        for module in ("parts", "gradients"):
+        for module in ("masks", "gradients"):
             patched = importlib.import_module(f"lightning_scape.ops.naive.{module}")
             monkeypatch.setattr(patched, "chunk", lambda tensor, entries=entries: entries)
         for case in [case for case in CASES if case.operation == operation][:9]:

@@ -1,15 +1,19 @@
-"""Gradients in plain PyTorch: their norm, and what they are added to; and checksums of parameters."""
+"""What a rank does with its gradient, in plain PyTorch: its norm, the whole sweep; and checksums of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lightning_scape.core.layout import Region
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.parts import chunk
+from lightning_scape.ops.naive.masks import chunk, column, cut, gather_blocks, row_slices, scatter_blocks
+from lightning_scape.ops.naive.wire import quantize_with_error
 
 
 @operation
@@ -100,27 +104,118 @@ def accumulate_exp_avg_sq(moment: Tensor, grad: Tensor | None, weight: float, ra
         here.copy_(torch.where(factor != 0, moved.clamp(max=torch.finfo(here.dtype).max), here))
 
 
-def checksum(flat: Tensor) -> Tensor:
-    """Two 64-bit hashes of a flat tensor, of its sums by column and by row: int64 ``[2]``.
+def compact(residual: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:
+    """Takes the masked entries out of the residual ``[R, B]``, and returns them: fp32 ``[R, q]``.
 
-    A changed bit, or two entries that changed places, changes at least one of them, but for a chance of about 2**-64.
+    Example: ``[[1, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` and keeps ``[[0, 5]]``.
+
+    What fp32 rounds of fp64 stays behind. ``scale`` is 0-dim, or one for each row ``[R]``; 0 sends zeros and leaves the
+    residual as it is.
     """
-    width, first_row = 1024, 0
-    columns, rows = torch.zeros(2, width, dtype=torch.int64, device=flat.device)
-    for part in flat.split(chunk(flat)):  # whole rows, but for the last
-        # 8 bytes are two numbers of 4.
+    there = gather_blocks(residual, mask)
+    sent = torch.where(column(scale.to(residual.device)) != 0, there.float(), 0.0)
+    scatter_blocks(residual, mask, there - sent)
+    return sent
+
+
+class SecondMoment(NamedTuple):
+    """What a sweep adds the owner's own gradient to."""
+
+    exp_avg_sq: Tensor
+    """``[rows, B]``, changed in place."""
+    weights: Sequence[float]
+    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
+    ranks: int
+    """N."""
+
+
+class Sweep(NamedTuple):
+    """What :func:`sweep` works on. Every tensor ``[rows, ...]`` counts the same rows."""
+
+    region: Region
+    """Which rows, and which parameters fill them."""
+    residual: Tensor
+    """``[rows, B]``, contiguous, changed in place."""
+    grads: Sequence[Tensor | None] | None
+    """Flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been folded
+    before."""
+    scale: Tensor
+    """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
+    stays as it is."""
+    mask: Tensor | None
+    """``[rows, q]`` positions, or None: everything is sent."""
+    values: Tensor | None
+    """fp32 ``[rows, q]``, written. None: gradients are folded, and nothing is sent."""
+    second_moment: SecondMoment | None = None
+    """The owner's, or None."""
+    message: Tensor | None = None
+    """uint8 ``[S, G, W]``, written: the values travel in 4 bits. The rows are those of S shards, of which the
+    region has some as a whole; the message of the others stays as it is."""
+
+    def shards_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """The shards of the message that have these rows: number, and rows."""
+        assert self.message is not None
+        each = len(self.residual) // len(self.message)
+        for start in range(rows.start, rows.stop, max(1, each)):
+            yield start // each, slice(start, start + each)
+
+
+@operation
+def sweep(work: Sweep) -> None:
+    """What a rank does with its gradient in the rows of a region, in one pass over memory (docs/design.md, 3.4).
+
+    In this order, and equal to these operations one after the other:
+
+    1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
+       (:func:`accumulate_exp_avg_sq`);
+    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``. Where a message in 4
+       bits is asked for, that is :func:`quantize_with_error` of each shard, for entries that have not changed: the
+       residual is what was not sent yet, and what rounding leaves goes back into it.
+
+    Rows outside the region are left alone.
+    """
+    residual, scale, values = work.residual, work.scale, work.values
+    for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads or (), strict=work.grads is not None)):
+        (here,), factor = piece_views(residual, [piece]), cut(scale, piece.row)
+        if grad is not None:
+            fold(here, grad, factor)
+        if work.second_moment is not None:
+            moments, weights, ranks = work.second_moment
+            (moment,) = piece_views(moments, [piece])
+            accumulate_exp_avg_sq(moment, grad, weights[place], ranks, factor)
+    if values is None:
+        return
+    for rows in work.region.rows:
+        if work.message is None:
+            for few in row_slices(residual, rows):
+                values[few] = compact(residual[few], cut(work.mask, few), cut(scale, few))
+            continue
+        for shard, few in work.shards_of(rows):
+            here = values[few].zero_()
+            work.message[shard] = quantize_with_error(residual[few], cut(work.mask, few), here, here, cut(scale, few))
+
+
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
+    total = contributions[0].to(dtype, copy=True)
+    for contribution in contributions[1:]:
+        total.add_(contribution)
+    return total.div_(len(contributions))
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Two 64-bit sums over the bits of a flat tensor, 4 bytes at a time: int64 ``[2]``.
+
+    In the first each number is multiplied by a pseudo-random odd one that belongs to its place. So a changed number
+    changes both sums, and two that changed places change the first, but for a chance of at most 2**-32.
+    """
+    sums, first = torch.zeros(2, dtype=torch.int64, device=flat.device), 0
+    for part in flat.split(chunk(flat)):
         bits = part.view({1: torch.int8, 2: torch.int16}.get(part.element_size(), torch.int32)).long()
-        table = F.pad(bits, (0, -len(bits) % width)).view(-1, width)
-        columns += table.sum(0)
-        rows[0] += _hashes(table.sum(1), first_row).sum()
-        first_row += len(table)
-    return torch.stack([_hashes(columns, -width - 1).sum(), rows[0]])
-
-
-def _hashes(sums: Tensor, first: int) -> Tensor:
-    """Each sum mixed with its place, counted from ``first`` (splitmix64's finalizer, on signed integers that wrap)."""
-    place = torch.arange(first, first + sums.numel(), dtype=torch.int64, device=sums.device)
-    z = sums + (place + 1) * -0x61C8864680B583EB
-    z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
-    z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15
-    return z ^ (z >> 31)
+        # The finalizer of splitmix64, on signed integers that wrap.
+        z = torch.arange(first + 1, first + 1 + len(bits), dtype=torch.int64, device=flat.device) * -0x61C8864680B583EB
+        z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
+        z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15
+        sums += torch.stack([(bits * (z | 1)).sum(), bits.sum()])
+        first += len(bits)
+    return sums

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Piece
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.parts import cut, row_slices
+from lightning_scape.ops.naive.masks import cut, row_slices
 
 
 class ParamEntries(NamedTuple):

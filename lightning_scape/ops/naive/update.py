@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.masks import gather_blocks, scatter_blocks
-from lightning_scape.ops.naive.parts import column, cut, row_slices
+from lightning_scape.ops.naive.masks import column, cut, gather_blocks, row_slices, scatter_blocks
 
 LONGEST_MOVE = 25.0
 """The largest move of an entry in one update, in learning rates (AdamW)."""

@@ -37,8 +37,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.masks import gather_blocks, scatter_blocks, select
-from lightning_scape.ops.naive.parts import column, cut, row_slices
+from lightning_scape.ops.naive.masks import column, cut, gather_blocks, row_slices, scatter_blocks, select
 
 GROUP = 64
 """Values of SCAPE that share a scale."""
