@@ -105,7 +105,9 @@ def record() -> dict[str, Launch]:
             pieces = list(Layout([300], [0], 100, 1).everything().pieces)
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
                 changes = torch.zeros(3, 100 if mask is None else 1)
-                ops.scatter_params(ops.ParamEntries([torch.zeros(300, dtype=dtype)], pieces, mask, 100), changes, True)
+                ops.scatter_params(
+                    ops.ParamEntries([torch.zeros(300, dtype=dtype)], pieces, mask, 100), changes, True, torch.ones(())
+                )
         signs = random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)

@@ -413,7 +413,7 @@ def test_gather_and_scatter_touch_exactly_the_masked_entries(
     ops.gather_params(ops.ParamEntries(flats, pieces, mask, block_size), out)
     assert int((out != 7.0).sum()) == sum(piece.kept(sent, block_size) for piece in pieces)
     new = [flat.clone() for flat in flats]
-    ops.scatter_params(ops.ParamEntries(new, pieces, mask, block_size), out + 1)
+    ops.scatter_params(ops.ParamEntries(new, pieces, mask, block_size), out + 1, False, ONE)
     for piece, flat, changed in zip(pieces, flats, new, strict=True):
         inside = masked.view(-1)[piece.row * block_size :][: piece.numel]
         assert torch.equal(changed[inside], flat[inside] + 1)

@@ -131,7 +131,7 @@ class TestFarAway:
             1,
         )
         dtype = triton.language.float32
-        constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2, "SCALED": True}
+        constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "CHUNK": 2}
         values = out.at(block, 1)
         cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants, ADD=False, KEEP=False)
         assert values.tolist() == [7.0]

@@ -196,9 +196,9 @@ def test_loops_reach_places_beyond_32_bit_offsets() -> None:
     assert residual.at(FAR, 8).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 12.0, 14.0]
     table, out = np.array([[flat.at(0, 1).data_ptr(), 0, 0, row + 1]]), np.zeros((row + 1, 1), np.float32)
     none = np.empty((0, 0), np.float32)
-    loops.gather(table, mask, out, none, 64, like, row, row + 1)
+    loops.exchange(0, table, mask, out, none, 64, like, row, row + 1)
     assert out[row, 0] == 5.0
-    loops.scatter(True, table, mask, out, none, 64, like, row, row + 1)
+    loops.exchange(2, table, mask, out, none, 64, like, row, row + 1)
     assert flat.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
 
 
@@ -237,15 +237,15 @@ def test_examples_of_the_docstrings(choice: str) -> None:
         entries = ops.ParamEntries(flats, Layout([3, 1], [0, 0], 2, 1).everything().pieces, mask, 2)
         ops.gather_params(entries, out)
         assert out.tolist() == [[6.0], [7.0], [8.0]]
-        ops.scatter_params(entries, -out)
-        ops.scatter_params(entries, torch.full_like(out, 0.5), True)
+        ops.scatter_params(entries, -out, False, one)
+        ops.scatter_params(entries, torch.full_like(out, 0.5), True, one)
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
         pieces, masters = Layout([2], [0], 2, 1).everything().pieces, tensor([[1.001, 2.0]])
         ops.gather_params(ops.ParamEntries([tensor([1.0, 3.0], torch.bfloat16)], pieces, None, 2), masters, renew=True)
         assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
         pieces, error, small = Layout([1], [0], 1, 1).everything().pieces, tensor([[0.0]]), tensor([[0.003]])
         entries = ops.ParamEntries([tensor([1.0], torch.bfloat16)], pieces, tensor([[0]], torch.uint8), 1)
-        ops.scatter_params(entries, small, True, None, error)
+        ops.scatter_params(entries, small, True, one, error)
         assert (entries.flats[0].tolist(), error.tolist()) == ([1.0], small.tolist())
 
 
@@ -404,7 +404,7 @@ def test_what_the_loops_cannot_read_the_definition_computes() -> None:
         assert float(ops.squared_norm([imaginary])) == pytest.approx(expected)
         flat, values = torch.zeros(80, dtype=torch.float32)[::2], torch.ones(2, 1)
         pieces = Layout([40], [0], 20, 1).everything().pieces
-        ops.scatter_params(ops.ParamEntries([flat], pieces, mask_of(2, 20, 1), 20), values, True)
+        ops.scatter_params(ops.ParamEntries([flat], pieces, mask_of(2, 20, 1), 20), values, True, ONE)
         assert flat.sum() == 2
         parameter = torch.nn.Parameter(awkward(9, 40).nan_to_num().clamp(-1, 1))
         assert float(ops.squared_norm([parameter])) == pytest.approx(float(parameter.detach().square().sum()))

@@ -44,7 +44,7 @@ class TestFarAwayOnGpu:
             torch.tensor([[1.0], [2.0]], device="cuda"),
         )
         mask = torch.tensor([[7], [49]], dtype=torch.uint8, device="cuda")
-        cuda.scatter_params(ops.ParamEntries([flat], [piece], mask, 50), values)
+        cuda.scatter_params(ops.ParamEntries([flat], [piece], mask, 50), values, True, torch.ones((), device="cuda"))
         assert (float(flat[FAR + 7]), float(flat[FAR + 99]), float(flat.sum())) == (1.0, 2.0, 3.0)
         out = torch.zeros_like(values)
         cuda.gather_params(ops.ParamEntries([flat], [piece], mask, 50), out)

@@ -31,8 +31,6 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.uint8, torch.uint16, torch.int32
 """Not fp64, in which no model of size is trained: its loops would take as long to compile as those of fp32."""
 _GRAIN = 1 << 16
 """Entries that are worth a thread of their own."""
-_MOST_SELECTED = 1024
-"""More entries of a block are sorted by the definition."""
 _NORM_CHUNK = 1 << 15
 """Entries of :func:`squared_norm` that are summed in fp32."""
 _SKETCH_PART = 16
@@ -49,9 +47,9 @@ def can_read(tensors: Sequence[Tensor]) -> bool:
 
 
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """Of fp32, and not of very many."""
+    """Of fp32."""
     blocks, length = statistic.shape
-    if statistic.dtype != torch.float32 or sent > _MOST_SELECTED:
+    if statistic.dtype != torch.float32:
         raise Declined
     chosen = torch.empty(blocks, sent, dtype=naive.position_dtype(length), device="cpu")
     _in_parallel(functools.partial(loops.select, _array(statistic), _array(chosen)), blocks, _rows(length))
@@ -170,25 +168,23 @@ def gather_params(entries: naive.ParamEntries, out: Tensor, renew: bool = False)
     """With a mask, and not to renew."""
     if renew:
         raise Declined
-    _exchange(loops.gather, entries, out, None)
+    _exchange(0, entries, out, None)
 
 
 def scatter_params(
     entries: naive.ParamEntries,
     values: Tensor,
-    add: bool = False,
-    scale: Tensor | None = None,
+    add: bool,
+    scale: Tensor,
     error: Tensor | None = None,
 ) -> None:
     """With a mask."""
-    if scale is not None:
-        scales = _array(scale.reshape(-1))
-        taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
-        entries = entries._replace(pieces=taken)
-    _exchange(functools.partial(loops.scatter, add), entries, values, error if add else None)
+    scales = _array(scale.reshape(-1))
+    taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
+    _exchange(2 if add else 1, entries._replace(pieces=taken), values, error if add else None)
 
 
-def _exchange(loop: Any, entries: naive.ParamEntries, values: Tensor, error: Tensor | None) -> None:
+def _exchange(how: int, entries: naive.ParamEntries, values: Tensor, error: Tensor | None) -> None:
     """Between parameters and values, by dtype of the parameters."""
     flats, pieces, mask, length = entries
     if mask is None:  # plain copies and sums
@@ -201,7 +197,7 @@ def _exchange(loop: Any, entries: naive.ParamEntries, values: Tensor, error: Ten
         table = np.array([places, [piece.row for piece in group], starts, kept], np.int64).T.copy()
         narrower = error is not None and dtype.itemsize < error.itemsize
         rest = _array(mask), _array(values), _or_empty(error if narrower else None), length, _like(dtype)
-        _in_parallel(functools.partial(loop, table, *rest), count, _GRAIN)
+        _in_parallel(functools.partial(loops.exchange, how, table, *rest), count, _GRAIN)
 
 
 def update(

@@ -420,23 +420,12 @@ def dequantize(message, values, count, first, last):
 
 
 @jit
-def gather(table, mask, values, error, length, like_flat, first, last):
-    """See :func:`naive.gather_params`. ``table [n, 4]``: address, first row, entries of all before, own."""
-    sent, out, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
-    for i in range(len(table)):
-        start, stop = _overlap(first, last, table[i, 2], table[i, 3])
-        row, flat = table[i, 1], _array_at(table[i, 0], 0, 0, like_flat)
-        for begin in range(start, stop, _TILE):
-            places, there = all_places[: min(_TILE, stop - begin)], row * sent + begin
-            _find(flat, mask[row:], sent, length, begin, places)
-            for j in range(len(places)):
-                out[there + j] = _narrow(_widen(flat[places[j]]), values)
+def exchange(how, table, mask, values, error, length, like_flat, first, last):
+    """See :func:`naive.gather_params` and :func:`naive.scatter_params`.
 
-
-@jit
-def scatter(adds, table, mask, values, error, length, like_flat, first, last):
-    """See :func:`naive.scatter_params`; the other arguments as of :func:`gather`."""
-    sent, given, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
+    ``how``: 0 gathers, 1 writes, 2 adds. ``table [n, 4]``: address, first row, entries of all before, own.
+    """
+    sent, matrix, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = _overlap(first, last, table[i, 2], table[i, 3])
         row, flat = table[i, 1], _array_at(table[i, 0], 0, 0, like_flat)
@@ -445,8 +434,12 @@ def scatter(adds, table, mask, values, error, length, like_flat, first, last):
             places, there = all_places[: min(_TILE, stop - begin)], row * sent + begin
             _find(flat, mask[row:], sent, length, begin, places)
             for j in range(len(places)):
-                old, value = flat[places[j]], _widen(given[there + j])
-                new = _narrow(_widen(old) + value if adds else value, like_flat)
+                old = flat[places[j]]
+                if how == 0:
+                    matrix[there + j] = _narrow(_widen(old), values)
+                    continue
+                value = _widen(matrix[there + j])
+                new = _narrow(_widen(old) + value if how == 2 else value, like_flat)
                 flat[places[j]] = new
                 if len(errors) > 0:  # what rounding loses
                     errors[places[j]] += value if new == old else value - (_widen(new) - _widen(old))

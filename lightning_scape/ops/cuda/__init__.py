@@ -13,33 +13,19 @@ Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``
 test without a GPU.
 
 The kernels stand by theme in :mod:`.gradients`, :mod:`.masks`, :mod:`.residual`, :mod:`.update` and
-:mod:`.wire`; :mod:`.numbers` and :mod:`.launch` serve them all.
+:mod:`.wire`; :mod:`.launch` serves them all.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_scape.ops.cuda.gradients import sketch, squared_norm
+from lightning_scape.ops.cuda.gradients import sketch, squared_norm  # noqa: F401
 from lightning_scape.ops.cuda.launch import DTYPES
-from lightning_scape.ops.cuda.masks import select, unpack_mask
-from lightning_scape.ops.cuda.residual import sweep
-from lightning_scape.ops.cuda.update import gather_params, scatter_params, update
-from lightning_scape.ops.cuda.wire import dequantize, quantize
-
-__all__ = [
-    "can_read",
-    "dequantize",
-    "gather_params",
-    "quantize",
-    "scatter_params",
-    "select",
-    "sketch",
-    "squared_norm",
-    "sweep",
-    "unpack_mask",
-    "update",
-]
+from lightning_scape.ops.cuda.masks import select, unpack_mask  # noqa: F401
+from lightning_scape.ops.cuda.residual import sweep  # noqa: F401
+from lightning_scape.ops.cuda.update import gather_params, scatter_params, update  # noqa: F401
+from lightning_scape.ops.cuda.wire import dequantize, quantize  # noqa: F401
 
 
 def can_read(tensors: Sequence[Tensor]) -> bool:

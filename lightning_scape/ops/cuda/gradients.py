@@ -1,7 +1,6 @@
 """Triton kernels that read whole gradients: norm and sketch."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.cuda.numbers import pointer, widen
+from lightning_scape.ops.cuda.launch import pointer, widen
 from lightning_scape.ops.naive import to_device
 
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
@@ -122,7 +121,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
             (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
             launching.addresses(dense),
             *chunks,
-            sketch_plan(indices, sizes, length, tuple(widths), signs.device, launching.stream_of(signs.device)),
+            sketch_plan(indices, sizes, length, tuple(widths), signs.device),
             signs,
             partials,
             count,
@@ -137,14 +136,9 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     return sums
 
 
-@lru_cache(maxsize=launching.CACHED_TABLES)
+@launching.per_stream
 def sketch_plan(
-    indices: tuple[int, ...],
-    sizes: tuple[int, ...],
-    length: int,
-    widths: tuple[int, ...],
-    device: torch.device,
-    stream: int,
+    indices: tuple[int, ...], sizes: tuple[int, ...], length: int, widths: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Width, rotation, offset and sign of each chunk, as :func:`naive.sketch` draws them: int32 ``[chunks, 4]``."""
     rows = [

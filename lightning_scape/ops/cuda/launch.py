@@ -1,10 +1,11 @@
-"""Launches of Triton kernels, and the tables on the device that tell a program which entries are its own."""
+"""What all Triton kernels share: launches, tables that tell a program its entries, numbers that round as torch's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,7 +17,9 @@ STREAM_CHUNK = 4096
 """Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
 PICK_CHUNK = 1024
 """Likewise where entries lie scattered."""
-CACHED_TABLES = 64
+_KEPT = 64
+"""Tables of a kind."""
+_T = TypeVar("_T")
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any) -> None:
@@ -50,27 +53,26 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def addresses(flats: Sequence[Tensor]) -> Tensor:
     """Where each tensor lies; the last tables are kept."""
-    return table(tuple([flat.data_ptr() for flat in flats]), flats[0].device)
+    return table(tuple([flat.data_ptr() for flat in flats]), torch.int64, flats[0].device)
 
 
+def per_stream(make: Callable[..., _T]) -> Callable[..., _T]:
+    """Keeps the last results of a function whose last argument is a device, for each stream. A decorator.
+
+    A table is read on the stream that filled it, and its memory returns to that stream.
+    """
+    kept = lru_cache(maxsize=_KEPT)(lambda stream, *args: make(*args))
+
+    def called(*args: Any) -> _T:
+        device = args[-1]
+        return kept(int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0, *args)
+
+    return called
+
+
+@per_stream
 def chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     """Programs needed for tensors of these sizes; the sizes, each program's tensor, and its first entry there."""
-    return cached_chunks(sizes, chunk, device, stream_of(device))
-
-
-def table(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers on the device."""
-    return cached_table(numbers, device, dtype, stream_of(device))
-
-
-# The stream is part of the key: a table is read on the stream that filled it, and its memory returns to that stream.
-
-
-@lru_cache(maxsize=CACHED_TABLES)
-def cached_chunks(
-    sizes: tuple[int, ...], chunk: int, device: torch.device, stream: int
-) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
-    """See :func:`chunks`."""
     numels = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (numels + (chunk - 1)) // chunk
     tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
@@ -79,12 +81,35 @@ def cached_chunks(
     return tensors.numel(), (to_device(numels, device), to_device(tensors, device), to_device(starts, device))
 
 
-@lru_cache(maxsize=2 * CACHED_TABLES)
-def cached_table(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype, stream: int) -> Tensor:
-    """See :func:`table`."""
+@per_stream
+def table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device."""
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
-def stream_of(device: torch.device) -> int:
-    """The current stream of a device; 0 where it has none."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+@triton.jit
+def widen(raw, DTYPE: tl.constexpr):
+    """What lies in memory as DTYPE (bf16 comes as int16), in fp32."""
+    return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True) if DTYPE == tl.bfloat16 else raw
+
+
+@triton.jit
+def narrow(value, DTYPE: tl.constexpr):
+    """The reverse, to the nearest, ties to even."""
+    if DTYPE == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        raw = tl.where(value == value, rounded, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        raw = value
+    return raw
+
+
+@triton.jit
+def pointer(address, DTYPE: tl.constexpr):
+    """An address out of a table, as a pointer."""
+    if DTYPE == tl.bfloat16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(DTYPE))
+    return pointer

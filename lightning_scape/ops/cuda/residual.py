@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Span
 from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.launch import pointer, widen
 from lightning_scape.ops.cuda.masks import LONGEST_ROW, row_width
-from lightning_scape.ops.cuda.numbers import pointer, widen
 from lightning_scape.ops.cuda.wire import pack
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import SecondMoment, Sweep, cut
@@ -211,10 +211,10 @@ def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
         programs,
         residual,
         residual if moments is None else moments.exp_avg_sq,
-        launching.table(tuple(starts), device),
-        launching.table(tuple([span.numel for span in spans]), device),
-        residual if moments is None else launching.table(_shares(moments, spans), device, torch.float32),
-        launching.table(tuple([span.row for span in spans]), device),
+        launching.table(tuple(starts), torch.int64, device),
+        launching.table(tuple([span.numel for span in spans]), torch.int64, device),
+        residual if moments is None else launching.table(_shares(moments, spans), torch.float32, device),
+        launching.table(tuple([span.row for span in spans]), torch.int64, device),
         blocks,
         *chunks,
         work.scale.to(device),

@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.launch import narrow, pointer, widen
 from lightning_scape.ops.cuda.masks import cells
-from lightning_scape.ops.cuda.numbers import narrow, pointer, widen
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 
@@ -177,7 +177,6 @@ def _exchange_kernel(
     MASKED: tl.constexpr,
     PARAMETER: tl.constexpr,
     ADD: tl.constexpr,
-    SCALED: tl.constexpr,
     KEEP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -186,7 +185,7 @@ def _exchange_kernel(
     first = tl.load(chunk_starts + program)
     entry = first + tl.arange(0, CHUNK)
     first_row, count = tl.load(first_rows + piece), tl.load(kept + piece)
-    if SCALED:
+    if ADD:
         count = tl.where(tl.load(scale + first_row * scale_stride) != 0, count, 0)
     inside = entry < count
     before = first_row * sent
@@ -216,24 +215,18 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 def scatter_params(
     entries: ParamEntries,
     values: Tensor,
-    add: bool = False,
-    scale: Tensor | None = None,
+    add: bool,
+    scale: Tensor,
     error: Tensor | None = None,
 ) -> None:
     """See :func:`naive.scatter_params`, which writes what is not added. One launch per dtype of the parameters."""
     if not add:
         raise Declined
-    _exchange(entries, values.contiguous(), add=True, scale=scale, error=error)
+    _exchange(entries, values.contiguous(), scale, error)
 
 
-def _exchange(
-    entries: ParamEntries,
-    values: Tensor,
-    *,
-    add: bool = False,
-    scale: Tensor | None = None,
-    error: Tensor | None = None,
-) -> None:
+def _exchange(entries: ParamEntries, values: Tensor, scale: Tensor | None = None, error: Tensor | None = None) -> None:
+    """Gathers without a scale, else adds."""
     assert values.is_contiguous()
     flats, pieces, mask, block_size = entries
     sent = values.shape[1]
@@ -251,8 +244,8 @@ def _exchange(
         launching.launch(
             _exchange_kernel,
             programs,
-            launching.table(starts, values.device),
-            launching.table(tuple([piece.row for piece, _ in group]), values.device),
+            launching.table(starts, torch.int64, values.device),
+            launching.table(tuple([piece.row for piece, _ in group]), torch.int64, values.device),
             *chunks,
             values if mask is None else mask,
             values,
@@ -263,8 +256,7 @@ def _exchange(
             BLOCK_SIZE=block_size,
             MASKED=mask is not None,
             PARAMETER=launching.DTYPES[dtype],
-            ADD=add,
-            SCALED=scale is not None,
+            ADD=scale is not None,
             KEEP=error is not None and dtype.itemsize < error.itemsize,
             CHUNK=launching.PICK_CHUNK,
             num_warps=4,

@@ -53,14 +53,14 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 def scatter_params(
     entries: ParamEntries,
     values: Tensor,
-    add: bool = False,
-    scale: Tensor | None = None,
+    add: bool,
+    scale: Tensor,
     error: Tensor | None = None,
 ) -> None:
     """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
 
     Sums are rounded once, to the parameter's dtype. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
-    rows of a piece; where it is 0, nothing is written. None writes all. ``error [R, B]``, fp32 or fp64, is for what is
+    rows of a piece; where it is 0, nothing is written. ``error [R, B]``, fp32 or fp64, is for what is
     added: it takes up what a parameter that is narrower loses to this rounding.
 
     Example: adding 0.003 to a parameter ``[1]`` in bf16, whose next number is 1.0078125, adds 0.003 to the error.
@@ -68,7 +68,7 @@ def scatter_params(
     for piece in _in_small_pieces(entries, values):
         flat, places = _flat(entries, piece), _places(entries, piece)
         old, new = flat[places], _kept(values, piece, entries.block_size)
-        taken = torch.ones_like(old, dtype=torch.bool) if scale is None else cut(scale, piece.row) != 0
+        taken = cut(scale, piece.row) != 0
         if add:
             wide, given = old.to(torch.promote_types(old.dtype, torch.float32)), new
             new = wide + given
