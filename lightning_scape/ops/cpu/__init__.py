@@ -74,30 +74,19 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     """Chunks are summed in parts, the parts in order."""
     buckets, length = max(widths), signs.numel() // 2
     total = np.zeros(buckets, np.float32)
-    numbered = [(grad, index) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
-    for dtype in dict.fromkeys(grad.dtype for grad, _ in numbered):
-        group = [(grad, index) for grad, index in numbered if grad.dtype == dtype]
-        sizes = tuple(grad.numel() for grad, _ in group)
-        plan = _sketch_plan(tuple(index for _, index in group), sizes, length, tuple(widths))
-        table, addresses = plan.copy(), np.array([grad.data_ptr() for grad, _ in group], np.int64)
-        table[:, 0] = addresses[plan[:, 6]] + plan[:, 0] * dtype.itemsize
-        parts = -(-len(table) // _SKETCH_PART)
-        sums = np.zeros((parts, buckets), np.float32)
+    given = [(index, grad) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
+    for dtype in dict.fromkeys(grad.dtype for _, grad in given):
+        rows = []
+        for index, grad in given:
+            for start in range(0, grad.numel() if grad.dtype == dtype else 0, length):
+                drawn = naive.draw(index, start // length, length, tuple(widths))
+                rows.append((grad.data_ptr() + start * dtype.itemsize, min(length, grad.numel() - start), *drawn))
+        table = np.array(rows, np.int64)
+        sums = np.zeros((-(-len(table) // _SKETCH_PART), buckets), np.float32)
         loop = functools.partial(loops.sketch, table, _array(signs), sums, _SKETCH_PART, _like(dtype))
-        _in_parallel(loop, parts, 1)
+        _in_parallel(loop, len(sums), 1)
         total += sums.sum(0)
     return torch.from_numpy(total)
-
-
-@functools.lru_cache(maxsize=16)
-def _sketch_plan(indices: tuple[int, ...], sizes: tuple[int, ...], length: int, widths: tuple[int, ...]) -> Any:
-    """Each chunk's first entry, length, width, rotation, offset, sign and place in the list: int64 ``[chunks, 7]``."""
-    rows = [
-        (start, min(length, size - start), *naive.draw(index, start // length, length, widths), place)
-        for place, (index, size) in enumerate(zip(indices, sizes, strict=True))
-        for start in range(0, size, length)
-    ]
-    return np.array(rows, np.int64)
 
 
 def sweep(work: naive.Sweep) -> None:

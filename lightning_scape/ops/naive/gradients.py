@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     length = signs.numel() // 2
     for index, grad in enumerate(grads):
         for number, part in enumerate([] if grad is None else grad.split(length)):
-            width, rotation, offset, sign = draw(index, number, length, widths)
+            width, rotation, offset, sign = draw(index, number, length, tuple(widths))
             signed = part.float() * signs[offset : offset + part.numel()]
             rows = -(-signed.numel() // width)
             columns = F.pad(signed, (0, rows * width - signed.numel())).view(rows, width).sum(0)
@@ -54,7 +55,8 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     return buckets
 
 
-def draw(index: int, number: int, length: int, widths: Sequence[int]) -> tuple[int, int, int, int]:
+@functools.lru_cache(maxsize=1 << 16)  # each step asks
+def draw(index: int, number: int, length: int, widths: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Width, rotation, offset and sign of a gradient's chunk in :func:`sketch`, pseudo-randomly."""
     mixed = _mix(index, number)
     return widths[(mixed >> 24) % len(widths)], (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)
