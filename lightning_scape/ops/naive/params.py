@@ -41,9 +41,8 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
         out: ``[R, q]``, contiguous; masters are fp32 or fp64.
         renew: see above.
     """
-    for piece in _in_small_pieces(entries, out):
-        there, flat = _kept(out, piece, entries.block_size), _flat(entries, piece)
-        parameter = flat[_places(entries, piece)]
+    for _, flat, places, there in _parts(entries, out):
+        parameter = flat[places]
         if renew:
             parameter = torch.where(there.to(parameter.dtype) == parameter, there, parameter.to(there.dtype))
         there.copy_(parameter)
@@ -65,10 +64,8 @@ def scatter_params(
 
     Example: adding 0.003 to a parameter ``[1]`` in bf16, whose next number is 1.0078125, adds 0.003 to the error.
     """
-    for piece in _in_small_pieces(entries, values):
-        flat, places = _flat(entries, piece), _places(entries, piece)
-        old, new = flat[places], _kept(values, piece, entries.block_size)
-        taken = cut(scale, piece.row) != 0
+    for piece, flat, places, new in _parts(entries, values):
+        old, taken = flat[places], cut(scale, piece.row) != 0
         if add:
             wide, given = old.to(torch.promote_types(old.dtype, torch.float32)), new
             new = wide + given
@@ -80,33 +77,22 @@ def scatter_params(
         flat[places] = torch.where(taken, new.to(flat.dtype), old)
 
 
-def _in_small_pieces(entries: ParamEntries, matrix: Tensor) -> Iterator[Piece]:
-    """The pieces, a few rows of ``matrix [R, q]`` at a time."""
-    for piece in entries.pieces:
-        for rows in row_slices(matrix, slice(piece.row, piece.row + piece.blocks)):
-            before = (rows.start - piece.row) * entries.block_size
-            blocks = rows.stop - rows.start
-            numel = min(blocks * entries.block_size, piece.numel - before)
-            yield Piece(piece.segment, rows.start, blocks, piece.start + before, numel)
+def _parts(entries: ParamEntries, matrix: Tensor) -> Iterator[tuple[Piece, Tensor, Any, Tensor]]:
+    """The pieces, a few rows of ``matrix [R, q]`` at a time.
 
-
-def _flat(entries: ParamEntries, piece: Piece) -> Tensor:
-    """The piece's part of its parameter."""
-    return entries.flats[piece.segment.index][piece.of_parameter]
-
-
-def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
-    """What ``matrix [R, q]`` holds of the piece, flat, without pads."""
-    rows = matrix[piece.row : piece.row + piece.blocks]
-    return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
-
-
-def _places(entries: ParamEntries, piece: Piece) -> Any:
-    """Where the piece's masked entries lie in the piece: int64, without pads; or all of them."""
-    mask, block_size = entries.mask, entries.block_size
-    if mask is None:
-        return slice(None)
-    end = piece.blocks * block_size
-    starts = torch.arange(0, end, block_size, dtype=torch.int64, device=mask.device).unsqueeze(1)
-    places = mask[piece.row : piece.row + piece.blocks].long() + starts
-    return places.view(-1)[: piece.kept(mask.shape[1], block_size)]
+    Each with its part of the parameter, the places of its masked entries there (int64; or all), and what the matrix
+    holds of these. Both leave pads out.
+    """
+    mask, length = entries.mask, entries.block_size
+    for whole in entries.pieces:
+        for rows in row_slices(matrix, slice(whole.row, whole.row + whole.blocks)):
+            before, blocks = (rows.start - whole.row) * length, rows.stop - rows.start
+            numel = min(blocks * length, whole.numel - before)
+            piece = Piece(whole.segment, rows.start, blocks, whole.start + before, numel)
+            kept = slice(piece.kept(matrix.shape[1], length))
+            places: Any = slice(None)
+            if mask is not None:
+                starts = torch.arange(0, blocks * length, length, dtype=torch.int64, device=mask.device)
+                places = (mask[rows].long() + starts.unsqueeze(1)).view(-1)[kept]
+            flat = entries.flats[piece.segment.index][piece.of_parameter]
+            yield piece, flat, places, matrix[rows].view(-1)[kept]
