@@ -135,37 +135,26 @@ def adamw_step(
     corrections: tuple[Tensor, Tensor],
     ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``tau`` steps of AdamW at once, from the sum of their gradients.
+    """``tau`` steps of AdamW at once, from the sum of their gradients (docs/design.md, 4.1, has the reasons).
 
     The first moment m', what it moves S, and the decay are those of :func:`adams_step`, with AdamW's bias corrections
-    ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``::
+    ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``. The owner's v has taken in an N-th of its own gradient's square in every
+    step (:func:`accumulate_exp_avg_sq`). At an update it takes in what the ranks have in common::
 
+        x     = A**2 for tau = 1, a*A for tau > 1
+        v     = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))     # AdamW's (1-b2) * A**2 at least for tau = 1
+        u     = v/c2                                                     # AdamW's mean square, per step
         theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
 
-    ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
-    it. It has v, to which an N-th of its own gradient's square was added in every step
-    (:func:`accumulate_exp_avg_sq`): right where the gradients of the ranks are noise. It also has A, and its own part
-    of it, a, so at an update v takes what the ranks have in common::
+    For ``tau = 1`` that is AdamW, term for term. For ``tau > 1`` an update is also held to what tau steps of AdamW
+    would do, and to a move of L = LONGEST_MOVE learning rates::
 
-        x = A**2 for tau = 1, a*A for tau > 1
-        v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))     # AdamW's (1-b2) * A**2 at least for tau = 1
-        u = v/c2
-
-    For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
-    takes its place. Entries that wait are chosen by their sums, so A**2 would be no fair sample of noise; the product
-    with the others' noise is. For ``tau > 1`` an update is also held to what tau steps of AdamW would do::
-
-        v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
-        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # L is LONGEST_MOVE
-
-    The first line is for an entry that has a gradient on other ranks only: a mean over tau steps cannot exceed the
-    owner's root mean square unless others saw what the owner did not. It is then taken for the gradient of one step,
-    and remembered as AdamW remembers one. The last term of u holds an update to a move of L learning rates: AdamW moves
-    an entry by about one in a step, and old gradients are not worth more.
+        v     = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)            # what the owner cannot have seen
+        u     = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)
 
     Without ``mine``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
 
-        v = b2*v + (1-b2) * A**2/tau                          # u as above
+        v     = b2*v + (1-b2) * A**2/tau                                 # u as above
 
     All tensors have one shape and float dtype; pure.
 
