@@ -232,7 +232,7 @@ def updates() -> Iterator[Case]:
         shard = ops.ShardState(theta, first, second, last)
         numbers = ops.RowNumbers(step.int(), scale, hyper(lr=lr, **options), *corrections, group)
         rest = (None, total, None) if sent is None else (mask_of(rows, length, sent), total, own)
-        yield Case("update", name, (shard, *rest, numbers, 4), "cpu cuda" if name == "fp64" else "")
+        yield Case("update_shard", name, (shard, *rest, numbers, 4), "cpu cuda" if name == "fp64" else "")
     # Squares beyond fp32, of what arrives and of what the owner has seen: their difference must not be NaN.
     sizes = torch.tensor([0.0, 1.0, 1e15, 1e19, 3e19, 3e38])
     total = sizes.view(6, 1).expand(6, 12).contiguous()
@@ -241,9 +241,9 @@ def updates() -> Iterator[Case]:
     shard = ops.ShardState(torch.zeros(6, 12), torch.zeros(6, 12), second, last)
     numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), ONE, hyper(), ONE / 2, ONE / 2)
     adams = ops.ShardState(shard.theta, shard.exp_avg, None, last)
-    yield Case("update", "AdamS", (adams, None, total * 0 + 2, None, numbers, 4), "cpu cuda")
-    yield Case("update", "huge numbers", (shard, mask_of(6, 12, 12), total, total.flip(0), numbers, 4))
-    yield Case("update", "huge numbers, everything", (shard, None, total, None, numbers, 4))
+    yield Case("update_shard", "AdamS", (adams, None, total * 0 + 2, None, numbers, 4), "cpu cuda")
+    yield Case("update_shard", "huge numbers", (shard, mask_of(6, 12, 12), total, total.flip(0), numbers, 4))
+    yield Case("update_shard", "huge numbers, everything", (shard, None, total, None, numbers, 4))
 
 
 def exchanges() -> Iterator[Case]:

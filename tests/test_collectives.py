@@ -96,7 +96,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
         if step == number:
             for name in ("all_to_all", "all_gather", "gather_mask"):
                 say(ScapeCommunicator, name)
-            for name in ("select", "update"):
+            for name in ("select", "update_shard"):
                 say(ops, name)
             say(ops, "scatter_params")
             ops.sweep = sweep
@@ -119,7 +119,7 @@ AFTERWARDS = ["gather_mask", "select", "wait"]
 def test_a_step_works_while_its_messages_travel(run_ranks: Any, sparsity: float) -> None:
     """It sweeps its own shard while the values of the others' travel, and applies its update while theirs come."""
     for order in run_ranks(_order_of_a_step, 2, sparsity, 2):
-        then = ["sweep with fold", "all_to_all", "sweep with fold, squares", "wait", "update", *WRITE]
+        then = ["sweep with fold", "all_to_all", "sweep with fold, squares", "wait", "update_shard", *WRITE]
         assert order[: len(then) + 1] == [*then, "gather_mask"]
         assert sorted(order[len(then) :]) == AFTERWARDS
 

@@ -227,7 +227,7 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
     theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
     single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
     numbers = ops.RowNumbers(torch.tensor(5, dtype=torch.int32), ONE, single, ONE, ONE)
-    ops.update(ops.ShardState(theta, momentum, None, last_step), mask, total, None, numbers, 2)
+    ops.update_shard(ops.ShardState(theta, momentum, None, last_step), mask, total, None, numbers, 2)
     outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
     assert torch.equal(momentum[outside], old_momentum[outside])
     assert torch.equal(last_step[outside], old_clock[outside])
@@ -380,7 +380,7 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
         shard = ops.ShardState(*own)
         if update == "adams":
             shard = shard._replace(exp_avg_sq=None)
-        ops.update(shard, *rest, None if mask is None else rest[1] * 2, row_numbers, 4)
+        ops.update_shard(shard, *rest, None if mask is None else rest[1] * 2, row_numbers, 4)
         return own
 
     together = run(None)

@@ -92,7 +92,7 @@ class TestFarAway:
             shard = ops.ShardState(thetas[-1], first, second, last_step)
             rest = torch.tensor(9, dtype=torch.int32), one, hyper()
             with ops.using(choice):
-                ops.update(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
+                ops.update_shard(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])
         assert not torch.equal(thetas[0], theta)
         for matrix, expected in zip(far, near, strict=True):

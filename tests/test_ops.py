@@ -44,7 +44,7 @@ from lightning_scape.ops.cpu import loops
 COMPILED = torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET")
 DEVICES = {"cpu": "cpu", "cuda": "cuda" if COMPILED else "cpu"}
 MODULES = {"cpu": cpu, "cuda": cuda}
-ROUNDS = {"squared_norm": (5e-6, 0.0), "sketch": (1e-5, 2e-5), "update": (4e-6, 4e-5)}
+ROUNDS = {"squared_norm": (5e-6, 0.0), "sketch": (1e-5, 2e-5), "update_shard": (4e-6, 4e-5)}
 """Operations that round otherwise than their definition; the others are bitwise equal to it."""
 TABLE = [
     pytest.param(backend, case, id=f"{backend}-{case.operation}-{case.name}")
@@ -231,7 +231,7 @@ def test_examples_of_the_docstrings(choice: str) -> None:
         theta, total, single = tensor([[3.0]]), tensor([[-2.0]]), (tensor(v) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         shard = ops.ShardState(theta, tensor([[0.0, 0.0]]), tensor([[0.0, 0.5]]), tensor([[0, 0]], torch.int32))
         numbers = ops.RowNumbers(tensor(1, torch.int32), one, ops.Hyper.of(torch.float32, *single), one, one)
-        ops.update(shard, tensor([[1]], torch.uint8), total, total / 2, numbers, 2)
+        ops.update_shard(shard, tensor([[1]], torch.uint8), total, total / 2, numbers, 2)
         assert [each.tolist() for each in shard] == [[[4.0]], [[0.0, -2.0]], [[0.0, 4.0]], [[0, 1]]]
         flats, out = [tensor([5.0, 6.0, 7.0]), tensor([8.0])], torch.zeros(3, 1, device=device)
         entries = ops.ParamEntries(flats, Layout([3, 1], [0, 0], 2, 1).everything().pieces, mask, 2)
@@ -411,5 +411,5 @@ def test_what_the_loops_cannot_read_the_definition_computes() -> None:
         theta = torch.zeros(1, 1)
         shard = ops.ShardState(theta, theta.clone(), theta.clone(), torch.zeros(1, 1, dtype=torch.int32))
         numbers = ops.RowNumbers(torch.tensor(1, dtype=torch.int32), ONE * 0, hyper(), ONE, ONE)
-        ops.update(shard, None, theta + float("nan"), None, numbers, 2)
+        ops.update_shard(shard, None, theta + float("nan"), None, numbers, 2)
         assert not any(each.any() for each in shard)

@@ -126,7 +126,7 @@ class Shard:
         numbers = self._numbers_of.numbers(state, step.scale, step.groups)
         shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
         own = None if mask is None else mine.to(mean.dtype)  # where everything is sent, the mean says all
-        ops.update(shard, mask, mean, own, numbers, self._layout.world_size)
+        ops.update_shard(shard, mask, mean, own, numbers, self._layout.world_size)
         self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)

@@ -2,7 +2,7 @@
 
 Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. All are bitwise
 equal to the definition, but for three that round otherwise: ``squared_norm`` and ``sketch`` sum in another order, the
-same at every run and number of threads; of ``update``, moments and last steps are bitwise equal for entries
+same at every run and number of threads; of ``update_shard``, moments and last steps are bitwise equal for entries
 updated in the step before, else within rounding (``exp``, and torch's ``sqrt``, which is not correctly rounded).
 
 The :mod:`.loops` release Python's lock, and share their range among ``torch.get_num_threads()`` threads. What they are
@@ -189,7 +189,7 @@ def _exchange(how: int, entries: naive.ParamEntries, values: Tensor, error: Tens
         _in_parallel(functools.partial(loops.exchange, how, table, *rest), count, _GRAIN)
 
 
-def update(
+def update_shard(
     shard: naive.ShardState,
     mask: Tensor | None,
     mean: Tensor,

@@ -447,7 +447,7 @@ def exchange(how, table, mask, values, error, length, like_flat, first, last):
 
 @jit
 def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first, last):
-    """See :func:`naive.update`.
+    """See :func:`naive.update_shard`.
 
     ``moments``: the first, and the second. ``given``: the mean, and the owner's own part of it, ``[R, q]``.
     ``by_row``: group, step, scale and both corrections. ``rule``: N, ``1 / LONGEST_MOVE`` and the largest number.

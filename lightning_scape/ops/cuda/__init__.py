@@ -1,7 +1,7 @@
 """The operations on CUDA that pay, as Triton kernels: each computes that of its name in :mod:`..naive`.
 
 All are bitwise equal to the definition, but for three that round otherwise: ``squared_norm`` and ``sketch`` sum in
-another order, the same at every run (no atomic additions of floats); ``update`` takes another ``exp``.
+another order, the same at every run (no atomic additions of floats); ``update_shard`` takes another ``exp``.
 
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
 as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
@@ -24,7 +24,7 @@ from lightning_scape.ops.cuda.gradients import sketch, squared_norm  # noqa: F40
 from lightning_scape.ops.cuda.launch import DTYPES
 from lightning_scape.ops.cuda.masks import select, unpack_mask  # noqa: F401
 from lightning_scape.ops.cuda.residual import sweep  # noqa: F401
-from lightning_scape.ops.cuda.update import gather_params, scatter_params, update  # noqa: F401
+from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_shard  # noqa: F401
 from lightning_scape.ops.cuda.wire import dequantize, quantize  # noqa: F401
 
 

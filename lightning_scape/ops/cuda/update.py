@@ -114,10 +114,10 @@ def _update_kernel(
         tl.store(of_last_step, now, mask=inside)
 
 
-def update(
+def update_shard(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> None:
-    """See :func:`naive.update`. One launch; what it reads of the moments and the last steps it writes back."""
+    """See :func:`naive.update_shard`. One launch; what it reads of the moments and the last steps it writes back."""
     theta, exp_avg, second, last_step = shard
     step, scale, group = numbers.step, numbers.scale, numbers.group
     given = mean, mean if mine is None else mine

@@ -193,7 +193,7 @@ def adamw_step(
 
 
 @operation
-def update(
+def update_shard(
     shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> None:
     """Updates the masked entries of a shard by :func:`adamw_step`; theta, both moments and last_step change in place.
