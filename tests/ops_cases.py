@@ -105,7 +105,6 @@ def messages() -> Iterator[Case]:
         values = groups_of_all_kinds(shards, count)
         yield Case("quantize", f"{shards * count}", (values.view(-1),))
         message = torch.stack([ops.quantize(row.clone()) for row in values])
-        message[:, 1::2, :32:3] = 255  # codes that nobody sends
         yield Case("dequantize", f"{shards} x {count}", (message, count))
     for rows, sent, scale in [(70, 3, ONE), (90, None, ONE), (70, 3, SCALES["zero"]), (70, 20, torch.arange(70) % 3.0)]:
         theirs = awkward(rows, 20).clamp(-1e20, 1e20)

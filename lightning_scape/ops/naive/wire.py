@@ -103,10 +103,10 @@ class Wire:
         positions = None if self.dense else select(blocks, self.sent).long()
         values = blocks if positions is None else blocks.gather(1, positions)
         if self.bits is None:
-            coded = [_bytes(values)]
+            coded = [_view(values, torch.uint8)]
         else:
             positions, symbols, field = _quantize(self.bits, positions, values)
-            coded = [pack(symbols, self.bits), _bytes(field)]
+            coded = [pack(symbols, self.bits), _view(field, torch.uint8)]
             values = _values(self.bits, positions, symbols, field)
         if positions is not None:
             coded.insert(0, pack(positions, self._position_bits))
@@ -206,12 +206,8 @@ def _two_level_scale(field: Tensor) -> tuple[Tensor, Tensor]:
     return low, low * (1 + (bits & 31).float() / _RATIO_UNIT)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def _view(field: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes ``[R, n]`` as wider numbers; copied first, for a part of a row may begin anywhere."""
+    """Bytes ``[R, n]`` as wider numbers, or the reverse; copied first, for a part of a row may begin anywhere."""
     return field.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
