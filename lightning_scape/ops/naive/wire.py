@@ -227,7 +227,7 @@ def pack(symbols: Tensor, bits: int) -> Tensor:
     flat = ((symbols.int().unsqueeze(2) >> places) & 1).to(torch.uint8).flatten(1)
     flat = F.pad(flat, (0, -flat.shape[1] % 8))
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=symbols.device)
-    return (flat.unflatten(1, (-1, 8)) * weights).sum(dim=2, dtype=torch.uint8)
+    return (flat.view(len(flat), flat.shape[1] // 8, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
