@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import pairs
 from lightning_scape.core.tensors import piece_views
-from lightning_scape.scape.first_message import DIGITS
+from lightning_scape.scape.opening import DIGITS
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
 

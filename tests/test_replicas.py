@@ -20,7 +20,7 @@ from optimizer_helpers import (
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.scape.first_message import Answer, FirstMessage
+from lightning_scape.scape.opening import Answer, Opening
 
 # ------------------------------------------------------------------------------------------------ replicas stay equal
 
@@ -105,13 +105,13 @@ def test_replicas_are_bitwise_equal_under_every_option(
 
 
 def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[str, Any]) -> list[Tensor]:
-    real = FirstMessage.exchange
+    real = Opening.exchange
 
-    def exchange(self: FirstMessage, measured: Tensor, flags: Any, standing: Any) -> Answer:
+    def exchange(self: Opening, measured: Tensor, flags: Any, standing: Any) -> Answer:
         answer = real(self, measured, flags, standing)
         return answer._replace(present=torch.ones(len(flags))) if on_device and answer.present is None else answer
 
-    FirstMessage.exchange = exchange  # type: ignore[method-assign]
+    Opening.exchange = exchange  # type: ignore[method-assign]
     params = parameters()
     groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "betas": (0.8, 0.99)}]
     config = ScapeConfig(**{"sparsity": 0.9, "sparsity_warmup_steps": 2, **options})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.first_message import Answer, FirstMessage
+
+if TYPE_CHECKING:
+    from lightning_scape.scape.opening import Answer, Opening
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
 """Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
@@ -31,7 +34,7 @@ class Sketch:
         self._signs: Tensor | None = None
 
     def __call__(self, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """fp32, for :meth:`FirstMessage.exchange`."""
+        """fp32, for :meth:`Opening.exchange`."""
         if self._signs is None or self._signs.device != device:
             signs = random_signs(2 * _CHUNK)
             # A GPU reads them beside every gradient: as bytes, they are a quarter of what it reads there.
@@ -58,12 +61,12 @@ class Skips:
 
     Args:
         most: so many in a row raise an error.
-        first_message: says what differs where ranks were apart.
+        opening: says what differs where ranks were apart.
     """
 
-    def __init__(self, most: int, first_message: FirstMessage) -> None:
+    def __init__(self, most: int, opening: Opening) -> None:
         self.in_row = self.total = 0
-        self._most, self._first_message = most, first_message
+        self._most, self._opening = most, opening
         self._pending: tuple[OnItsWay, Answer] | None = None
         """On CUDA the last step's scale, and whether ranks were together, on their way to host memory."""
 
@@ -90,7 +93,7 @@ class Skips:
             found, answer = pending
             scale, together = found.read().unbind()
             if not together:
-                raise self._first_message.apart(answer.standing)
+                raise self._opening.apart(answer.standing)
             self._count(bool(scale))
 
     def forget(self) -> None:
@@ -109,7 +112,7 @@ class Skips:
                 f" (max_skipped={self._most}); parameters and residuals are as before the first of them. Lower"
                 " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
             )
-        if self._first_message.communicator.rank == 0 and self._first_message.node.rank == 0:
+        if self._opening.communicator.rank == 0 and self._opening.node.rank == 0:
             warnings.warn(
                 f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
                 f" ({self.in_row} in a row, {self.total} in total; an error at {self._most} in a row).",

@@ -9,8 +9,8 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.ops.naive.wire import packed_bytes
 from lightning_scape.scape.clipping import width
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.first_message import DIGITS
 from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.opening import DIGITS
 
 
 def scape_bytes(

@@ -22,7 +22,6 @@ from lightning_scape.scape.clipping import Skips, width
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import scape_bytes
-from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.opening import Opening
 from lightning_scape.scape.rows import Rows
@@ -58,10 +57,8 @@ class Engine:
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        measured = width(config, comm.world_size)
-        first_message = FirstMessage(comm, node, len(numels), measured)
-        self.opening = Opening(parameters, first_message, sketches=measured > 1)
-        self.skips = Skips(config.max_skipped, first_message)
+        self.opening = Opening(parameters, comm, node, width(config, comm.world_size))
+        self.skips = Skips(config.max_skipped, self.opening)
         self.rows = Rows(self.layout, len(numels), comm.rank)
         self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
         self.outgoing, self.shard = _by_wire(self)
