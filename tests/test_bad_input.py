@@ -112,11 +112,13 @@ def test_parameter_groups_cannot_be_added_later() -> None:
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
     optimizer.add_param_group({"params": parameters()})
     set_gradients(params, 0, 0)
-    with pytest.raises(ValueError, match=r"that was frozen then\. Build a new optimizer"):
+    with pytest.raises(ValueError, match=r"got 4 that it trains now and did not then, and 0 that.*Build a new"):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("before", "words"), [(True, "trained then, and is frozen now"), (False, "frozen then")])
+@pytest.mark.parametrize(
+    ("before", "words"), [(True, "0 .* and 1 that it trained then"), (False, "1 .* and 0 that it")]
+)
 def test_freezing_or_unfreezing_after_the_optimizer_was_built_is_refused(before: bool, words: str) -> None:
     params = parameters()
     params[0].requires_grad_(before)
@@ -124,7 +126,7 @@ def test_freezing_or_unfreezing_after_the_optimizer_was_built_is_refused(before:
     set_gradients(params, 0, 0)
     params[0].grad = None
     params[0].requires_grad_(not before)
-    with pytest.raises(ValueError, match=rf"got one of shape \(37, 11\) that was {words}. Build a new optimizer"):
+    with pytest.raises(ValueError, match=f"must be frozen or unfrozen before .* got {words}"):
         optimizer.step()
 
 

@@ -144,11 +144,6 @@ def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str
             f" mesh {parameter.device_mesh} with {placements}. Call fully_shard(module, mesh=mesh['shard']) with the"
             " same mesh each time; a dimension of tensor parallelism is not supported, and the nodes' is SCAPE's."
         )
-    if parameter.device.type != mesh.device_type:
-        return (
-            f"Sharded parameters must stay on their mesh's device, {mesh.device_type}, got {name} on"
-            f" {parameter.device.type}. Leave out CPUOffloadPolicy."
-        )
     return None
 
 

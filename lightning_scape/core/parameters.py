@@ -39,11 +39,10 @@ class Parameters:
 
     def __post_init__(self) -> None:
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._known: dict[int, int] = {}
         self._plain = False
-        # As last checked: a step asks for hundreds of parameters.
+        self._trained: list[tuple[int, int]] = []
+        # As last seen: a step asks for hundreds of parameters.
         self._places: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
-        self._held: list[list[tuple[int, bool]]] = []
 
     @classmethod
     def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
@@ -62,7 +61,7 @@ class Parameters:
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
         found._shapes = [_shape(parameter) for parameter in found.local]
-        found._known = dict(zip(map(id, found.tensors), found.groups, strict=True))
+        found._trained = _trained(param_groups)
         found._plain = not any(map(is_sharded, found.tensors))
         return found
 
@@ -116,32 +115,18 @@ class Parameters:
         """Checks that the groups train the same parameters as when the optimizer was built.
 
         Raises:
-            ValueError: a parameter was frozen or unfrozen since, or groups have lost or gained parameters.
+            ValueError: a parameter was frozen or unfrozen since, or groups have lost or gained some.
         """
-        now = [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in param_groups]
-        if now == self._held:
-            return
-        held: dict[int, int] = {}
-        for number, group in enumerate(param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    held.setdefault(id(parameter), number)
-                if parameter.requires_grad != (id(parameter) in self._known):
-                    change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
-                    raise ValueError(
-                        "Parameters must be frozen or unfrozen before the optimizer is built, got one of shape"
-                        f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change (under"
-                        " the Trainer: `trainer.strategy.setup_optimizers(trainer)`): the residual of a parameter would"
-                        " be lost, or never come to be."
-                    )
-        if list(held.items()) != list(self._known.items()):
+        now = _trained(param_groups)
+        if now != self._trained:
+            more, less = ({*here} - {*there} for here, there in ((now, self._trained), (self._trained, now)))
             raise ValueError(
-                f"An optimizer's groups must keep the {len(self.tensors)} parameters that they had when it was built,"
-                f" in their order, each in its group, got {len(held)} of them. Build a new optimizer after the change"
-                " (under the Trainer: `trainer.strategy.setup_optimizers(trainer)`); to stop training some, freeze them"
-                " first."
+                "Parameters must be frozen or unfrozen before the optimizer is built, and stay in their groups, got"
+                f" {len(more)} that it trains now and did not then, and {len(less)} that it trained then and does not"
+                " now. Build a new optimizer after the change (under the Trainer:"
+                " `trainer.strategy.setup_optimizers(trainer)`): the residual of a parameter would be lost, or never"
+                " come to be."
             )
-        self._held = now
 
     def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
@@ -200,6 +185,12 @@ class Parameters:
         return None
 
 
+def _trained(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Identity and group of those that require grad, in order."""
+    groups = enumerate(param_groups)
+    return [(id(p), number) for number, group in groups for p in group["params"] if p.requires_grad]
+
+
 def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(parameter.shape), parameter.stride()
 
@@ -211,8 +202,6 @@ def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) ->
             f"Parameters must have memory, got {name} of shape {shape} on the meta device. Call `to_empty(device=...)`"
             " on the model, and give its parameters values, before building the optimizer: it makes them anew."
         )
-    if parameter.layout != torch.strided:
-        return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."
     if parameter.dtype not in DTYPES:
         supported = ", ".join(map(str, DTYPES))
         return (
