@@ -27,6 +27,7 @@ from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.opening import settings
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
 
@@ -140,7 +141,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         config = _with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw")
         former = install.installed(optimizer)
         brought = state_brought(optimizer, ranks)
-        stands = None if former is None else former.engine.stands()
+        stands = None if former is None else (former.engine.calls, former.engine.masks.pending is None)
         alike = len(set(ranks.all_gather_object(stands))) == 1
         if former is not None:
             install.uninstall(optimizer)
@@ -249,10 +250,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
         self.engine.masks.wait()
 
-    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
-        self.engine.parameters.rename(named_parameters)
-
     @property
     def config(self) -> ScapeConfig:
         """All options. Where no wire was chosen, it is the loaded checkpoint's."""
@@ -347,18 +344,9 @@ def _with_update(config: Any, update: Update) -> ScapeConfig:
 
 def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What must be the same on all ranks."""
-    plain = config.as_dict()
-    names = ("lr", "betas", "eps", "weight_decay")
     return {
         "lightning_scape's version": __version__,
-        "config": [f"{name}={value!r}" for name, value in plain.items()],
+        "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
-        # As numbers: a tensor's text names its device, and leaves out digits.
-        "parameter groups": [{name: _plain(group.get(name, False)) for name in names} for group in groups],
+        "parameter groups (beta1, beta2, lr, eps, weight decay)": [*settings(groups)],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return float(value) if isinstance(value, (int, float, Tensor)) else str(value)

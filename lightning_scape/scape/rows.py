@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,8 @@ class Rows:
         self._parameters, self._mine = parameters, layout.rows_of(rank)
         self._groups = sorted({segment.group for segment in layout.segments}) or [0]
         """Those with parameters."""
-        blocks = [*(segment.blocks for segment in layout.segments), layout.blocks - layout.used_blocks]
-        parameter_of = [segment.index for segment in layout.segments]
-        group_of = [self._groups.index(segment.group) for segment in layout.segments]
-        self._parameter_of_block = _ByBlock(parameter_of, blocks, torch.int64)
-        self._group_of_block = _ByBlock(group_of, blocks, torch.int32)
+        self._layout = layout
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def scale(self, state: ScapeState, scale: Tensor, present: Tensor | None) -> Scale:
         """The scale of all that take part in a step; ``present`` is 1 for parameters with a gradient, None: all.
@@ -41,7 +36,7 @@ class Rows:
         if state.missed is None:
             state.missed = torch.zeros(self._parameters, dtype=torch.int32, device=state.step.device)
         parameters = scale * present
-        blocks = parameters[self._parameter_of_block.on(scale.device)]
+        blocks = parameters[self._of_blocks(scale.device)[0]]
         return Scale(scale, parameters, blocks, blocks[self._mine])
 
     def numbers(self, state: ScapeState, scale: Scale, groups: Groups) -> ops.RowNumbers:
@@ -49,8 +44,8 @@ class Rows:
         device, dtype = state.step.device, state.exp_avg.dtype
         step = state.step + 1
         if state.missed is not None:
-            step = step - state.missed[self._parameter_of_block.on(device)[self._mine]]
-        group = self._group_of_block.on(device)[self._mine] if len(self._groups) > 1 else None
+            step = step - state.missed[self._of_blocks(device)[0][self._mine]]
+        group = self._of_blocks(device)[1][self._mine] if len(self._groups) > 1 else None
         table = torch.tensor([_numbers(groups, place) for place in self._groups], dtype=torch.float64, device="cpu")
         lr, beta1, beta2, eps, decay = table.to(device, non_blocking=True).unbind(1)
         first, second = (beta[0] if group is None else beta.index_select(0, group) for beta in (beta1, beta2))
@@ -67,27 +62,20 @@ class Rows:
         if state.missed is not None and scale.parameters.dim():
             state.missed += taken - (scale.parameters != 0).to(taken.dtype)
 
+    def _of_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Parameter, int64 ``[blocks]``, and group, int32, of each block; made when asked for, for few steps need it.
 
-class _ByBlock:
-    """A number for each block, on the device where it is asked for; made then, for few steps need it.
-
-    Args:
-        numbers: one for each parameter, in order.
-        blocks: of each parameter; then the fillers, which take the last number.
-        dtype: of the tensor.
-    """
-
-    def __init__(self, numbers: Sequence[int], blocks: Sequence[int], dtype: torch.dtype) -> None:
-        self._numbers, self._blocks, self._dtype = [*numbers, *(numbers[-1:] or [0])], blocks, dtype
-        self._table: Tensor | None = None
-
-    def on(self, device: torch.device) -> Tensor:
-        """``[blocks]``."""
-        if self._table is None or self._table.device != device:
-            numbers = torch.tensor(self._numbers, dtype=self._dtype, device="cpu")
-            counts = torch.tensor(self._blocks, dtype=torch.int64, device="cpu")
-            self._table = ops.to_device(torch.repeat_interleave(numbers, counts), device)
-        return self._table
+        The fillers at the end take those of the last parameter.
+        """
+        if device not in self._tables:
+            layout, segments = self._layout, self._layout.segments
+            groups = [self._groups.index(segment.group) for segment in segments]
+            of_each = torch.tensor([[segment.index for segment in segments], groups], dtype=torch.int64, device="cpu")
+            counts = torch.tensor([segment.blocks for segment in segments], dtype=torch.int64, device="cpu")
+            counts[-1:] += layout.blocks - layout.used_blocks
+            parameter, group = of_each.repeat_interleave(counts, dim=1)
+            self._tables = {device: (ops.to_device(parameter, device), ops.to_device(group.int(), device))}
+        return self._tables[device]
 
 
 def _numbers(groups: Groups, place: int) -> list[float]:

@@ -205,10 +205,6 @@ class Engine:
         self.stats = self.consolidated = None
         self.opening.compared = False
 
-    def stands(self) -> tuple[int, bool]:
-        """Where it stands, the same on all ranks unless an error has ended a run: its steps, and whether it rests."""
-        return self.calls, self.masks.pending is None
-
     def go_on_from(self, former: Engine) -> bool:
         """Takes over the state of an engine that stood in this one's place; False: it was made for something else."""
         mine, state, config = self.parameters, former.state, former.config
