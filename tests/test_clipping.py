@@ -239,3 +239,19 @@ def test_max_skipped_in_a_row_raises_the_same_error_on_all_ranks(run_ranks: RunR
     assert isinstance(first, FloatingPointError)
     assert "got NaN or inf in 4 steps in a row (max_skipped=4)" in str(first)
     assert str(first) == str(second)
+
+
+@pytest.mark.parametrize("ask", ["clip_grad_norm", "all_finite", "step"])
+def test_no_message_of_a_step_begins_while_a_mask_is_under_way(ask: str) -> None:
+    """Two communicators of NCCL that are busy at once may wait for each other."""
+    params, found = parameters(), []
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    masks, send = optimizer.engine.masks, optimizer.communicator.all_reduce_sum
+    optimizer.communicator.all_reduce_sum = lambda own: (found.append(masks.pending), send(own))[1]  # type: ignore
+    for step in range(3):
+        set_gradients(params, 0, step)
+        getattr(optimizer, ask)(*[1.0] * (ask == "clip_grad_norm"))
+        optimizer.step()
+        assert masks.pending is not None
+    assert len(found) >= 3
+    assert not any(found)
