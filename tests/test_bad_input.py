@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_helpers import parameters, set_gradients
+from optimizer_helpers import parameters
 from torch import nn
 from torch.optim import AdamW
 
@@ -35,6 +35,7 @@ def with_own_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         (lambda p: OwnAdamW(p), TypeError, r"OwnAdamW with a `step` of its own"),
         (lambda p: with_own_step(torch.optim.AdamW(p)), TypeError, "AdamW with a `step` of its own"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ValueError, "`amsgrad` must be False, got True"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), ValueError, "`weight_decay` of Adam must be 0, got 0.1"),
     ],
 )
 def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exception], words: str) -> None:
@@ -59,11 +60,6 @@ def test_parameters_that_share_memory_are_refused() -> None:
     whole = nn.Parameter(torch.zeros(40))
     with pytest.raises(ValueError, match="must not share memory, got parameter 0 and parameter 1, which do"):
         ScapeOptimizer([whole, nn.Parameter(whole.detach()[8:])], config=ScapeConfig())
-
-
-def test_adam_with_l2_decay_is_refused() -> None:
-    with pytest.raises(ValueError, match="`weight_decay` of Adam must be 0, got 0.1"):
-        ScapeOptimizer.from_optimizer(torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig())
 
 
 @pytest.mark.parametrize(
@@ -108,30 +104,24 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "more", "less"),
+    ("change", "words"),
     [
-        (lambda optimizer, params: optimizer.add_param_group({"params": parameters()}), 6, 0),
-        (lambda optimizer, params: params[0].requires_grad_(True), 1, 0),
-        (lambda optimizer, params: params[1].requires_grad_(False), 0, 1),
+        (lambda optimizer, _: optimizer.add_param_group({"params": parameters()}), "got 6 .* and 0 .*Build a new"),
+        (lambda _, params: params[0].requires_grad_(True), "be frozen or unfrozen before .* got 1 .* and 0 "),
+        (lambda _, params: params[1].requires_grad_(False), "be frozen or unfrozen before .* got 0 .* and 1 "),
+        (
+            lambda _, params: params[1].set_(torch.zeros(9)),
+            r"'parameter 1' of shape \(9,\) with strides \(1,\) instead",
+        ),
     ],
 )
-def test_other_parameters_after_the_optimizer_was_built_are_refused(change: Any, more: int, less: int) -> None:
+def test_other_parameters_after_the_optimizer_was_built_are_refused(change: Any, words: str) -> None:
     params = parameters()
     params[0].requires_grad_(False)
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
-    set_gradients(params, 0, 0)
-    change(optimizer, params)
-    with pytest.raises(
-        ValueError, match=f"must be frozen or unfrozen before .* got {more} .* and {less} .*Build a new"
-    ):
-        optimizer.step()
-
-
-def test_another_shape_after_the_optimizer_was_built_is_refused() -> None:
-    params = parameters(((3,),))
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
-    params[0].data = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"got 'parameter 0' of shape \(5,\) with strides \(1,\) instead of \(3,\)"):
+    with torch.no_grad():
+        change(optimizer, params)
+    with pytest.raises(ValueError, match=words):
         optimizer.step()
 
 
