@@ -28,7 +28,6 @@ from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
     SavedState,
-    changed_options,
     check_groups,
     check_model,
     facts_of,
@@ -39,7 +38,6 @@ from lightning_scape.checkpoint.shards import (
 from lightning_scape.core import local_shards
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
-from lightning_scape.sparseloco.config import OF_THE_MESH
 
 METHOD = "sparseloco"
 
@@ -151,7 +149,7 @@ def load(loco: Algorithm, given: Any) -> Loaded:
     saved.read_all(_of_blocks("start", loco, state.start))
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
     saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
-    notes = changed_options(vars(loco.config), facts["config"], OF_THE_MESH)
+    notes = []
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: the starting point carries"
