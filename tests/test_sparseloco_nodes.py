@@ -93,7 +93,7 @@ def save(loco: SparseLoCo, path: Path, kind: str) -> None:
 def read(path: Path, kind: str) -> Any:
     if kind == "whole":
         return torch.load(path, weights_only=True)
-    return Directory(path, Communicator()).states()["loco", None]
+    return Directory(path, Communicator()).content["loco"]
 
 
 def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor, Tensor]:

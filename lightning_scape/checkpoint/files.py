@@ -1,8 +1,8 @@
 """Files and directories that are whole or not there, and are checked before they are loaded. Nothing is executed.
 
-Each is written under a hidden name beside its place, ``.NAME.<16 digits>.partial``, synced, and renamed. What a kill
-leaves there goes with the next save to the same name. A directory that another one replaces is called ``.previous``
-for that moment: no call replaces a directory.
+Each is written under a hidden name beside its place, ``.NAME.<16 digits>.partial``, synced, and renamed. A directory in
+its way is called ``.previous`` for that moment, for no call replaces a directory: at every moment one that is complete
+has a name. What a kill leaves of both goes with the next save to the same name.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import pickle
-import re
 import secrets
 import shutil
 import time
@@ -26,11 +26,9 @@ from torch.utils.serialization import config
 
 META = "meta.pt"
 """In a directory that is a complete checkpoint: all but the ranks' parts. Written last."""
-_END = re.compile(r"\.[0-9a-f]{16}\.(partial|previous)")
 _LONG_AGO = 24 * 3600.0
 """Seconds, after which a temporary is left behind where the file system has no locks."""
 _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-_OLDER = "Load an older checkpoint: `lightning_scape.newest_checkpoint(folder)` finds the newest that is complete."
 
 
 class CheckpointError(ValueError):
@@ -52,13 +50,8 @@ def save_file(content: Any, path: Path) -> None:
     Raises:
         OSError: the file could not be written; with what to do.
     """
-    with explained(path):
-        new = Temporary(path)
-        try:
-            write(content, new.path)
-            new.take_place()
-        finally:
-            new.close()
+    with explained(path), replacing(path) as new:
+        write(content, new)
 
 
 def write(content: Any, path: Path) -> None:
@@ -89,129 +82,109 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-class Temporary:
-    """A new file or directory, which takes the place of ``path`` when it is complete.
-
-    It is locked while its writer lives, so that another save to the name does not take it for one left behind.
+@contextlib.contextmanager
+def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Gives a new file or directory, which takes the place of ``path`` if the block ends without an error.
 
     Args:
         path: its place.
         folder: whether it is a directory.
 
     Raises:
-        OSError: it could not be made, or ``path`` is something that is no checkpoint.
+        OSError: it could not be made or renamed, or ``path`` is something that is no checkpoint.
     """
-
-    def __init__(self, path: Path, folder: bool = False) -> None:
-        self._target = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent):
-            _check_replaceable(path)
-            for each in _temporaries(path):
-                if each.suffix == ".partial" and not (each / META).exists() and _is_dead(each):
-                    remove(each)
-            self.path = _beside(path, "partial")
-            (self.path.mkdir if folder else self.path.touch)()
-            self._lock = os.open(self.path, os.O_RDONLY)
-            _lock(self._lock)
-
-    def take_place(self) -> None:
-        """Renames what is complete. At every moment one complete checkpoint has a name."""
-        target = self._target
-        with _locked(target.parent) as folder:
-            _check_replaceable(target)
-            aside: Path | None = None
-            if os.path.lexists(target) and (self.path.is_dir() or target.is_dir()):
-                aside = target.rename(_beside(target, "previous"))
-            try:
-                os.replace(self.path, target)
-            except OSError:
-                if aside is not None:
-                    os.rename(aside, target)
-                raise
-            with contextlib.suppress(OSError):
-                os.fsync(folder)  # renames last through a power cut
-            for each in _temporaries(target):
-                if each.suffix == ".previous" or _is_dead(each):
-                    remove(each)
-
-    def close(self) -> None:
-        """Ends the work. What has not taken its place is removed."""
-        os.close(self._lock)  # first: a network's file system keeps what is open
-        remove(self.path)
-
-
-def _beside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{_stem(path)}.{secrets.token_hex(8)}.{kind}")
-
-
-def _stem(path: Path) -> str:
-    """Under SLURM Lightning takes each name with "hpc_ckpt_" in it for a checkpoint to go on from."""
-    return path.name.replace("hpc_ckpt_", "hpc-ckpt-")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """One save at a time makes or renames something in the folder, where its file system has locks."""
-    handle = os.open(folder, os.O_RDONLY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _check_replaceable(path)
+    aside = hidden(path.parent, glob.escape(path.name), "previous")  # left behind, or of a save that is not complete
+    for left in hidden(path.parent, glob.escape(path.name), "partial"):
+        _remove_if_dead(left)
+    new, lock = _new(path, folder)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
+        yield new
+        while not _renamed(new, path):
+            with contextlib.suppress(FileNotFoundError):  # another save has moved it
+                _check_replaceable(path)
+                aside.append(path.rename(_beside(path, "previous")))
+        for each in aside:
+            remove(each)
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a forked process may have the handle, too
-        os.close(handle)
+        os.close(lock)  # first: a network's file system keeps what is open
+        remove(new)
+        if aside and not os.path.lexists(path):
+            with contextlib.suppress(OSError):
+                aside[-1].rename(path)
 
 
-def _lock(handle: int) -> bool | None:
-    """Whether this process has the lock now; None where the file system has no locks."""
+def _renamed(new: Path, path: Path) -> bool:
+    """Gives what is complete its name; False if what is there must be moved before."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        os.replace(new, path)
     except OSError:
-        return None
+        if path.is_dir() or (new.is_dir() and os.path.lexists(path)):
+            return False
+        raise
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # renames last through a power cut
+        finally:
+            os.close(folder)
     return True
 
 
-def _is_dead(entry: Path) -> bool:
-    """Whether the writer of a temporary was killed."""
-    try:
-        handle = os.open(entry, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        free = _lock(handle)
-        return time.time() - os.fstat(handle).st_mtime > _LONG_AGO if free is None else free
-    finally:
-        os.close(handle)
+def _new(path: Path, folder: bool) -> tuple[Path, int]:
+    """A file or directory beside its place, and what has it locked while its writer lives."""
+    while True:
+        new = _beside(path, "partial")
+        (new.mkdir if folder else new.touch)()
+        with contextlib.suppress(FileNotFoundError):  # another save has removed it: it was not locked yet
+            lock = os.open(new, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if new.exists():
+                return new, lock
+            os.close(lock)
 
 
-def _temporaries(path: Path) -> list[Path]:
-    start = f".{_stem(path)}"
-    return [
-        each for each in path.parent.iterdir() if each.name.startswith(start) and _END.fullmatch(each.name, len(start))
-    ]
+def _remove_if_dead(partial: Path) -> None:
+    """Removes a temporary whose writer was killed."""
+    with contextlib.suppress(OSError):  # it is gone
+        handle = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(partial)
+        except BlockingIOError:  # it lives
+            return
+        except OSError:  # a file system without locks
+            if time.time() - os.fstat(handle).st_mtime > _LONG_AGO:
+                remove(partial)
+        finally:
+            os.close(handle)
 
 
-def finished_temporaries(folder: Path, pattern: str) -> Iterator[Path]:
-    """Complete directories that a killed save has not put into their places, or has moved out of theirs."""
-    for each in folder.glob(f".{_stem(Path(pattern))}.*.p*"):
-        if _END.search(each.name) and (each / META).exists():
-            yield each
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{_stem(path.name)}.{secrets.token_hex(8)}.{kind}")
+
+
+def _stem(name: str) -> str:
+    """Under SLURM Lightning takes each name with "hpc_ckpt_" in it for a checkpoint to go on from."""
+    return name.replace("hpc_ckpt_", "hpc-ckpt-")
+
+
+def hidden(folder: Path, pattern: str, kind: str) -> list[Path]:
+    """What saves to names of a pattern have beside them now, or have left when they were killed."""
+    return [*folder.glob(f".{_stem(pattern)}.{'[0-9a-f]' * 16}.{kind}")]
 
 
 def _check_replaceable(path: Path) -> None:
     """Raises ``OSError`` if a checkpoint would take the place of something that is none."""
-    if path.is_dir() and ((path / META).exists() or not any(path.iterdir())):
+    if not path.exists() or path.is_file() or (path / META).exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    if path.exists() and not path.is_file() and not path.is_symlink():
-        raise IsADirectoryError(
-            errno.EISDIR,
-            f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is something"
-            " else. Give the checkpoint another name",
-        )
+    raise IsADirectoryError(
+        errno.EISDIR,
+        f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is something"
+        " else. Give the checkpoint another name",
+    )
 
 
 def remove(path: Path) -> None:
@@ -240,9 +213,11 @@ def check(path: Path, whole: bool = True) -> None:
     with open(path, "rb") as file:
         if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
             raise _unchecked(path, "one of torch's old format, which has none")
-    with _archive(path) as archive:
-        records = archive.infolist()
-        damaged = archive.testzip() if whole else None
+        try:
+            archive = zipfile.ZipFile(file)
+            records, damaged = archive.infolist(), archive.testzip() if whole else None
+        except Exception as error:  # of a damaged file, zipfile raises many kinds
+            raise _damage(path, error) from error
     if not records or min(each.header_offset for each in records):  # the end of an archive inside it
         raise _damage(path, "its end is missing")
     # Torch compresses none, and reads none well. Of one that says it is a folder it reads nothing, without an error.
@@ -252,16 +227,6 @@ def check(path: Path, whole: bool = True) -> None:
         raise _unchecked(path, "one that was saved after torch.serialization.set_crc32_options(False)")
     if damaged is not None:
         raise _damage(path, f"{damaged} is not as it was written")
-
-
-@contextlib.contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The file, opened; whatever goes wrong inside is damage: of a damaged file, zipfile raises many kinds."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except Exception as error:
-        raise _damage(path, error) from error
 
 
 def _unchecked(path: Path, got: str) -> CheckpointError:
@@ -274,7 +239,7 @@ def _unchecked(path: Path, got: str) -> CheckpointError:
 def _damage(path: Path, what: object) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint {str(path)!r} ({path.stat().st_size} bytes) is torn, damaged, or no file of torch.save:"
-        f" {what}. {_OLDER}"
+        f" {what}. Load an older one: `lightning_scape.newest_checkpoint(folder)` finds the newest that is complete."
     )
 
 
@@ -303,9 +268,7 @@ def read(path: Path, weights_only: bool | None = None, **options: Any) -> Any:
             f" executing its code would load: {str(error).partition(chr(10))[0]} Trust a class of your own by"
             " torch.serialization.add_safe_globals; or, if you trust whoever made the file, give weights_only=False."
         ) from error
-    except (OSError, MemoryError):
-        raise
     except Exception as error:
-        if weights_only is False:  # it may be the user's own
+        if isinstance(error, (OSError, MemoryError)) or weights_only is False:  # it may be the user's own
             raise
         raise _damage(path, str(error).partition("\n")[0]) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import pickle
 import warnings
@@ -23,32 +22,16 @@ from lightning_scape.checkpoint.shards import (
     SavedState,
     Where,
     collect,
+    put,
+    saved_in,
+    states_in,
     whole_state,
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
 
 RNG = "scape_rng"
-"""Key of the ranks' random number generators in a checkpoint that is one file."""
-
-
-def states_in(content: Mapping[Any, Any]) -> dict[Where, OwnState]:
-    """The optimizers' states in a host's checkpoint: as values, or in a list."""
-    found = {}
-    for name, value in content.items():
-        for place, each in enumerate(value) if isinstance(value, list) else ((None, value),):
-            if isinstance(each, OwnState):
-                found[name, place] = each
-    return found
-
-
-def put(content: dict[Any, Any], where: Where, state: Any) -> None:
-    """Puts a state into its place."""
-    name, place = where
-    if place is None:
-        content[name] = state
-    else:
-        content[name] = [state if number == place else each for number, each in enumerate(content[name])]
+"""Key of the ranks' random number generators in a checkpoint."""
 
 
 def _alike(states: dict[Where, OwnState], ranks: Communicator) -> dict[Where, OwnState]:
@@ -77,6 +60,10 @@ class Saver:
         self.asynchronous = asynchronous
         self._pending: Future[None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For who copies a strategy: what is being written is left to this one."""
+        return {**vars(self), "_pending": None}
+
     def save(
         self,
         path: Path | None,
@@ -99,10 +86,11 @@ class Saver:
             ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
-        states, lead = _alike(states_in(content), ranks), ranks.rank == 0
+        own, lead = states_in(content, lambda each: each if isinstance(each, OwnState) else None), ranks.rank == 0
+        states = _alike(own, ranks)
         rest = dict(content) if lead else {}
-        for where in states if lead else ():
-            put(rest, where, None)
+        for where, state in states.items() if lead else ():
+            put(rest, where, state.without_tensors())
         if self.asynchronous:
             if path is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
                 with files.explained(path):
@@ -111,17 +99,17 @@ class Saver:
             rest, states = ranks.raise_on_all_ranks(lambda: _copied((rest, states)))
 
         def act() -> None:
+            if states:
+                rest[RNG] = ranks.all_gather_object(rng)
             if write is None:
                 assert path is not None
-                write_directory(path, rest, states, rng if states else {}, ranks)
+                write_directory(path, rest, states, ranks)
                 return
-            generators = ranks.all_gather_object(rng) if states else []
             for where in [*states]:  # each is given up as it is collected
                 whole = collect(states.pop(where), ranks, torch.device("cpu"))
                 if whole is not None:
                     put(rest, where, whole_state(whole))
-            content = {**rest, RNG: generators} if generators else rest
-            ranks.raise_on_all_ranks(lambda: write(content) if lead else None)
+            ranks.raise_on_all_ranks(lambda: write(rest) if lead else None)
 
         if self.asynchronous:
             self._beside(act)
@@ -194,14 +182,6 @@ def _copied(content: Any) -> Any:
     return Unpickler(file).load()  # what this process has written
 
 
-def opened(directory: Directory, as_held: Callable[[SavedState], Any] = lambda state: state) -> dict[Any, Any]:
-    """A directory as the host's checkpoint, its optimizers' states on disk until they are read."""
-    content = dict(directory.rest)
-    for where, state in directory.states().items():
-        put(content, where, as_held(state))
-    return content
-
-
 # ------------------------------------------------------------------------------------------------ on disk
 
 
@@ -215,16 +195,11 @@ def consolidate(path: Path) -> dict[Any, Any]:
     """A directory as the content of the one file that the host would have written.
 
     Raises:
-        FileNotFoundError, CheckpointError: there is nothing at ``path``, or it is torn or damaged.
+        CheckpointError: there is none at ``path``, or it is torn or damaged.
     """
-    path = checkpoint_in(path)
-    if not path.is_dir():
-        whole: dict[Any, Any] = files.load_file(path)
-        return whole
-    directory = Directory(path, Communicator.alone())
-    content = opened(directory, whole_state)
-    if directory.states():
-        content[RNG] = [directory.rng(number) for number in range(directory.ranks)]
+    content = Directory(checkpoint_in(path), Communicator.alone()).content
+    for where, state in states_in(content, lambda each: each if isinstance(each, SavedState) else None).items():
+        put(content, where, whole_state(state))
     return content
 
 
@@ -270,13 +245,10 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
 
 def _newest(folder: Path, pattern: str, check: bool) -> Path | None:
     found = []
-    for path in itertools.chain(folder.glob(pattern), files.finished_temporaries(folder, pattern)):
-        path = checkpoint_in(path)
-        if path.is_dir():
-            if not path.name.startswith(".") and not any(path.glob("rank-*.pt")):
-                continue  # some other folder
-        elif path.name.startswith("."):
-            continue  # a file that is not complete
+    # Of a save that was killed before its directory was in the place of the one before, that one is still there.
+    for path in {*map(checkpoint_in, folder.glob(pattern)), *files.hidden(folder, Path(pattern).name, "previous")}:
+        if not (any(path.glob("rank-*.pt")) if path.is_dir() else not path.name.startswith(".")):
+            continue  # some other folder, or a file that is not complete
         with _passing_over(path):
             found.append((_step_of(path), (path / files.META if path.is_dir() else path).stat().st_mtime_ns, path))
     for *_, path in sorted(found, reverse=True):
@@ -309,16 +281,11 @@ def _step_of(path: Path) -> int:
         content = files.read(file, True, mmap=True)  # nothing is read but the pickle
     except files.CheckpointError:  # a load may trust it
         return -1
-    if not isinstance(content, dict):
-        return -1
     if path.is_dir():
         for number in range(content["ranks"]):
             files.check(path / f"rank-{number}.pt", whole=False)
-        facts = [facts for _, facts in content["facts"].values()]
         content = content["rest"]
-    else:
-        states = [state for value in content.values() for state in (value if isinstance(value, list) else [value])]
-        parts = [part for state in states if isinstance(state, dict) for part in state.values()]
-        facts = [part["facts"] for part in parts if isinstance(part, dict) and "facts" in part]
-    counts = [content.get("global_step"), *(each["step"] for each in facts)]
+    if not isinstance(content, dict):
+        return -1
+    counts = [content.get("global_step"), *(held["facts"]["step"] for held in states_in(content, saved_in).values())]
     return next((count for count in counts if type(count) is int), -1)

@@ -5,13 +5,13 @@ Facts are plain, and the same on all ranks. A chunk is some rows of a tensor, by
 0 saves. A dict may stand in the place of a chunk: facts of one rank. What a host and its hooks see of a state is a dict
 with its ``param_groups``; what they change there holds.
 
-::
+In a file a state is whole: ``{"state": ..., "param_groups": ..., METHOD: {"facts": ..., "tensors": {key: tensor}}}``,
+and torch's optimizers take the first two. In a directory the tensors are beside it::
 
-    DIR/rank-0.pt ... rank-{N-1}.pt   each rank's chunks, {key: (tensor, offset, length)}, and its generators
-    DIR/meta.pt                       rank 0's: the host's checkpoint, the states' facts, the number of ranks
+    DIR/rank-0.pt ... rank-{N-1}.pt   each rank's chunks, {key: (tensor, offset, length)}
+    DIR/meta.pt                       rank 0's: what a file would hold but for them, and the number of ranks
 
-All are plain files of torch.save. In a file a state is whole: ``{"state": ..., "param_groups": ..., METHOD: {"facts":
-..., "tensors": {key: tensor}}}``, and torch's optimizers take the first two.
+All are plain files of torch.save.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ from torch import Tensor
 from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
-from lightning_scape.core.method import named
+from lightning_scape.core.method import METHODS, named
 from lightning_scape.core.parameters import Parameters
 
+S = TypeVar("S")
 FORMAT = 1
 Where = tuple[Any, int | None]
 """A state's name in a host's checkpoint, and its place in the list that it has there."""
@@ -163,6 +165,10 @@ class OwnState(dict[str, Any]):
         super().__init__(shown)
         self.facts, self.part = {"format": FORMAT, **facts}, part
 
+    def without_tensors(self) -> dict[str, Any]:
+        """What stands for it in a directory's ``meta.pt``."""
+        return {**self, self.facts["method"]: {"facts": self.facts}}
+
 
 class SavedState(dict[str, Any]):
     """A saved state, of a file or of a directory: facts, and the ranks' parts. As a dict, what hosts see of it.
@@ -171,7 +177,6 @@ class SavedState(dict[str, Any]):
         shown: as it was saved.
         facts: likewise.
         parts: give the parts. They are asked one after the other, and only for what those before lack.
-        given_up: whether whole tensors may be given away as they are, for nobody else has them.
     """
 
     def __init__(
@@ -179,7 +184,6 @@ class SavedState(dict[str, Any]):
         shown: Mapping[str, Any],
         facts: Mapping[str, Any],
         parts: Sequence[Callable[[], Mapping[str, Any]]],
-        given_up: bool = False,
     ) -> None:
         super().__init__(shown)
         if facts["format"] > FORMAT:
@@ -187,7 +191,7 @@ class SavedState(dict[str, Any]):
                 f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
                 " Upgrade this installation."
             )
-        self.facts, self._parts, self._given_up = facts, parts, given_up
+        self.facts, self._parts = facts, parts
 
     def pieces(self, key: str) -> Iterator[Any]:
         """The chunks that hold a tensor, or a rank's facts."""
@@ -222,7 +226,7 @@ class SavedState(dict[str, Any]):
             self.read(key, chunk)
 
     def whole(self, key: str) -> Any:
-        """One whole tensor, in host memory, or a rank's facts.
+        """A whole tensor, in host memory: the saved one, if it is in one piece; or a rank's facts.
 
         Raises:
             CheckpointError: it is not there.
@@ -232,7 +236,7 @@ class SavedState(dict[str, Any]):
             raise files.CheckpointError(f"A state must hold {key!r}, got none. Load another checkpoint.")
         if not isinstance(first, Chunk):
             return deepcopy(first)
-        if self._given_up:
+        if len(first.tensor) == first.length:
             return first.tensor
         into = Chunk.whole(torch.empty(first.length, *first.tensor.shape[1:], dtype=first.tensor.dtype))
         self.read(key, into)
@@ -269,6 +273,38 @@ class SavedState(dict[str, Any]):
 def whole_state(saved: SavedState) -> dict[str, Any]:
     """A whole state, as its method writes it."""
     return named(saved.facts["method"]).whole_state(saved)
+
+
+def states_in(content: Mapping[Any, Any], found: Callable[[Any], S | None]) -> dict[Where, S]:
+    """The optimizers' states in a host's checkpoint: as values, or in a list.
+
+    Args:
+        content: the checkpoint.
+        found: gives what is looked for, if a value is one.
+    """
+    everything = (
+        ((name, place), each)
+        for name, value in content.items()
+        for place, each in (enumerate(value) if isinstance(value, list) else ((None, value),))
+    )
+    return {where: state for where, each in everything if (state := found(each)) is not None}
+
+
+def put(content: dict[Any, Any], where: Where, state: Any) -> None:
+    """Puts a state into its place."""
+    name, place = where
+    if place is None:
+        content[name] = state
+    else:
+        content[name] = [state if number == place else each for number, each in enumerate(content[name])]
+
+
+def saved_in(state: Any) -> Mapping[str, Any] | None:
+    """The facts of a saved state, and in a file its tensors; None if it is none of ours."""
+    for method in METHODS if isinstance(state, Mapping) else ():
+        if isinstance(held := state.get(method), Mapping) and "facts" in held:
+            return held
+    return None
 
 
 def taken(given: Any, method: str) -> Any:
@@ -313,73 +349,72 @@ def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int 
         device: by way of which tensors travel.
         to: among the ranks.
     """
-    chunks = {key: each for key, each in state.part.items() if isinstance(each, Chunk)}
-    places = {key: (c.offset, c.length, tuple(c.tensor.shape), c.tensor.dtype) for key, c in chunks.items()}
-    facts = {key: each for key, each in state.part.items() if key not in chunks}
+    mine = {key: each for key, each in state.part.items() if isinstance(each, Chunk)}
+    plan = {key: each._replace(tensor=each.tensor.detach().to("meta")) for key, each in mine.items()}
+    facts = {key: each for key, each in state.part.items() if key not in mine}
     ranks.raise_on_all_ranks(lambda: pickle.dumps(facts))  # an optimizer of the user's may hold what cannot be sent
-    told = ranks.all_gather_object({**facts, **places})
+    told = ranks.all_gather_object({**facts, **plan})
     wholes: dict[str, Any] = {}
     into: list[list[Tensor]] = [[] for _ in told]
     for rows, part in zip(into, told, strict=True) if ranks.rank == to else ():
         for key, each in part.items():
-            if not isinstance(each, tuple):
+            if not isinstance(each, Chunk):
                 wholes[key] = each
                 continue
-            offset, length, shape, dtype = each
             if key not in wholes:
-                wholes[key] = Chunk.whole(torch.empty(length, *shape[1:], dtype=dtype, device="cpu"))
-            rows.append(wholes[key].tensor[offset : offset + shape[0]])
-    ranks.carry([chunk.tensor for chunk in chunks.values()], into, to, device)
-    return SavedState(state, state.facts, [lambda: wholes], given_up=True) if ranks.rank == to else None
+                wholes[key] = Chunk.whole(each.tensor.new_empty(each.length, *each.tensor.shape[1:], device="cpu"))
+            rows.append(wholes[key].tensor[each.offset : each.end])
+    ranks.carry([chunk.tensor for chunk in mine.values()], into, to, device)
+    return SavedState(state, state.facts, [lambda: wholes]) if ranks.rank == to else None
 
 
 # ------------------------------------------------------------------------------------------------ a directory
 
 
-def write_directory(
-    path: Path, rest: Any, states: Mapping[Where, OwnState], rng: Mapping[str, Any], ranks: Communicator
-) -> None:
+def write_directory(path: Path, rest: Any, states: Mapping[Where, OwnState], ranks: Communicator) -> None:
     """Writes a checkpoint that is a directory. Collective; all ranks must see the same folder.
 
     Args:
         path: the same on all ranks.
-        rest: the host's checkpoint without optimizers; rank 0's is written.
+        rest: the host's checkpoint, with states without tensors; rank 0's is written.
         states: of this rank.
-        rng: this rank's generators.
         ranks: those that write.
 
     Raises:
         OSError: it could not be written; on every rank.
     """
     lead = ranks.rank == 0
-    with files.explained(path):
-        new = ranks.raise_on_all_ranks(lambda: files.Temporary(path, folder=True) if lead else None)
-        try:
-            folder = Path(ranks.all_gather_object(str(new.path) if new is not None else "")[0])
+    with files.explained(path), ExitStack() as stack:
+        begin = functools.partial(stack.enter_context, files.replacing(path, folder=True))
+        name = ranks.raise_on_all_ranks(lambda: str(begin()) if lead else "")
+        folder = Path(ranks.all_gather_object(name)[0])
 
-            def write_part() -> None:
-                held = {where: {key: _plain_form(each) for key, each in s.part.items()} for where, s in states.items()}
-                part = {"token": folder.name, "rng": rng, "states": held}
-                files.write(part, folder / f"rank-{ranks.rank}.pt")
+        def write_part() -> None:
+            held = {where: {key: _plain_form(each) for key, each in s.part.items()} for where, s in states.items()}
+            files.write({"token": folder.name, "states": held}, folder / f"rank-{ranks.rank}.pt")
 
-            ranks.raise_on_all_ranks(write_part)
+        ranks.raise_on_all_ranks(write_part)
 
-            def complete() -> None:
-                if new is not None:
-                    facts = {where: (dict(state), state.facts) for where, state in states.items()}
-                    meta = {"token": folder.name, "ranks": ranks.world_size, "facts": facts, "rest": rest}
-                    files.write(meta, folder / files.META)
-                    new.take_place()
+        def complete() -> None:
+            if lead:
+                files.write({"token": folder.name, "ranks": ranks.world_size, "rest": rest}, folder / files.META)
+                stack.close()
 
-            ranks.raise_on_all_ranks(complete)
-        finally:
-            if new is not None:
-                new.close()
+        ranks.raise_on_all_ranks(complete)
 
 
 def _plain_form(each: Any) -> Any:
     """A chunk as a tuple of a tensor in host memory and numbers; facts as they are."""
     return (each.tensor.detach().to("cpu"), each.offset, each.length) if isinstance(each, Chunk) else each
+
+
+def _without_tensors(state: Any) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
+    """What hosts see of a directory's state, and its facts; None if it is none."""
+    held = saved_in(state)
+    if held is None or "tensors" in held:
+        return None
+    facts = held["facts"]
+    return {name: value for name, value in state.items() if name != facts["method"]}, facts
 
 
 class Directory:
@@ -397,69 +432,46 @@ class Directory:
 
     def __init__(self, path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True) -> None:
         self._path, self._weights_only = path, weights_only
-        self._opened: dict[int, Any] = {}
-        self._meta = ranks.raise_on_all_ranks(self._read_meta)
-        self.rest: Any = self._meta["rest"]
-        self.ranks: int = self._meta["ranks"]
+        self._opened: dict[int, dict[Where, dict[str, Any]]] = {}
+        meta = ranks.raise_on_all_ranks(lambda: self._read(files.META, None))
+        self._token, before = meta["token"], meta["ranks"]
         if parts:
-            ranks.raise_on_all_ranks(lambda: self._check(range(self.ranks)[ranks.rank :: ranks.world_size]))
-        mine = ranks.rank * self.ranks // ranks.world_size  # a rank's own, where as many have saved
-        self._order = [mine, *(number for number in range(self.ranks) if number != mine)]
+            mine = range(before)[ranks.rank :: ranks.world_size]
+            ranks.raise_on_all_ranks(lambda: [self._part(number, check=True) for number in mine])
+        own = ranks.rank * before // ranks.world_size  # a rank's own first, where as many have saved
+        order = [own, *(number for number in range(before) if number != own)]
+        self.content: dict[Any, Any] = meta["rest"]
+        """The host's checkpoint, with its optimizers' :class:`SavedState`."""
+        for where, (shown, facts) in states_in(self.content, _without_tensors).items():
+            parts_of = [functools.partial(self._state, where, number) for number in order]
+            put(self.content, where, SavedState(shown, facts, parts_of))
 
-    def states(self) -> dict[Where, SavedState]:
-        """The optimizers', on disk until they are read."""
+    def _state(self, where: Where, number: int) -> Mapping[str, Any]:
+        return self._part(number)[where]
 
-        def part(where: Where, number: int) -> Mapping[str, Any]:
-            found: Mapping[str, Any] = self._open(number)["states"][where]
-            return found
-
-        return {
-            where: SavedState(shown, facts, [functools.partial(part, where, number) for number in self._order])
-            for where, (shown, facts) in self._meta["facts"].items()
-        }
-
-    def rng(self, number: int) -> Any:
-        """A rank's generators."""
-        return deepcopy(self._open(number)["rng"])
-
-    def _read_meta(self) -> dict[str, Any]:
-        try:
-            meta = files.load_file(self._path / files.META, self._weights_only)
-        except FileNotFoundError:
-            raise files.CheckpointError(
-                f"A checkpoint that is a directory must hold {files.META}, which is written last, got"
-                f" {str(self._path)!r} without it. Load another one."
-            ) from None
-        if not isinstance(meta, dict) or not {"token", "ranks", "facts", "rest"} <= meta.keys():
-            raise files.CheckpointError(
-                f"{str(self._path / files.META)!r} must be this lightning_scape's, got another file."
-            )
-        return meta
-
-    def _name(self, number: int) -> Path:
-        return self._path / f"rank-{number}.pt"
-
-    def _check(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            try:
-                files.check(self._name(number))
-            except FileNotFoundError:
-                raise files.CheckpointError(
-                    f"The checkpoint {str(self._path)!r} is torn: it lacks {self._name(number).name}. Load another one."
-                ) from None
-            self._open(number)
-
-    def _open(self, number: int) -> dict[str, Any]:
+    def _part(self, number: int, check: bool = False) -> dict[Where, dict[str, Any]]:
         """A rank's part, its tensors mapped: memory is used where they are read."""
         if number not in self._opened:
-            part = files.read(self._name(number), self._weights_only, mmap=True)
-            if not isinstance(part, dict) or part.get("token") != self._meta["token"]:
-                raise files.CheckpointError(
-                    f"{str(self._path)!r} must be one checkpoint, got {self._name(number).name} of another one. Load"
-                    " another."
-                )
-            for held in part["states"].values():
+            states = self._read(f"rank-{number}.pt", self._token, check, mmap=True)["states"]
+            for held in states.values():
                 held.update({key: Chunk(*each) for key, each in held.items() if isinstance(each, tuple)})
-            self._opened[number] = part
-        found: dict[str, Any] = self._opened[number]
+            self._opened[number] = states
+        return self._opened[number]
+
+    def _read(self, name: str, token: str | None, check: bool = True, **options: Any) -> dict[str, Any]:
+        """One of its files, which all have the same token; None takes any."""
+        path = self._path / name
+        try:
+            if check:
+                files.check(path)
+            content = files.read(path, self._weights_only, **options)
+        except (FileNotFoundError, NotADirectoryError):
+            raise files.CheckpointError(
+                f"The checkpoint {str(self._path)!r} is torn, or no directory of ours: it lacks {name}. Load another."
+            ) from None
+        if not isinstance(content, dict) or "token" not in content or token not in (None, content["token"]):
+            raise files.CheckpointError(
+                f"{str(path)!r} must be of one save with the others, got another. Load another one."
+            )
+        found: dict[str, Any] = content
         return found

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.rng import rng_state
-from lightning_scape.checkpoint.saver import RNG, Saver, opened
+from lightning_scape.checkpoint.saver import RNG, Saver
 from lightning_scape.checkpoint.shards import Directory
 from lightning_scape.comm.collectives import Communicator, group_beside
 from lightning_scape.hosts import two_level
@@ -104,11 +104,9 @@ class Checkpoints:
                     " file system that all machines share, and give all ranks the same path."
                 )
         if local is not None and local.is_dir():
-            saved = Directory(local, ranks, weights_only, parts=optimizers)
-            same = optimizers and saved.ranks == ranks.world_size
-            rng = ranks.raise_on_all_ranks(lambda: saved.rng(ranks.rank) if same else None)
-            return opened(saved), rng or None
-        content = ranks.raise_on_all_ranks(read)
+            content = Directory(local, ranks, weights_only, parts=optimizers).content
+        else:
+            content = ranks.raise_on_all_ranks(read)
         states = content.pop(RNG, []) if isinstance(content, dict) else []
         return content, states[ranks.rank] if len(states) == ranks.world_size else None
 

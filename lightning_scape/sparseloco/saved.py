@@ -180,31 +180,35 @@ def _inner(loco: Algorithm, saved: SavedState) -> dict[str, Any]:
     shards = saved.facts["shards"]
     replica = loco.comm.rank % saved.facts["ranks"]
     own = saved.whole(f"own.{replica * shards + (loco.node.rank if shards == loco.node.world_size else 0)}")
-    inner = _put_together(own, lambda index, name: saved.whole(f"inner.{replica}.{index}.{name}"))
+    place = _places(loco.optimizer)
+    inner = _put_together(own, lambda index, name: place(index, saved.whole(f"inner.{replica}.{index}.{name}")))
     groups = zip(own["param_groups"], saved.whole("own.0")["param_groups"], saved["param_groups"], strict=True)
     inner["param_groups"] = [
         {**mine, **{name: value for name, value in now.items() if name not in before or before[name] != value}}
         for mine, before, now in groups
     ]
-    return _cut(loco.optimizer, inner)
+    return inner
 
 
-def _cut(optimizer: torch.optim.Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """The same where parameters are sharded: whole tensors like a parameter become DTensors of this rank's rows."""
+def _places(optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
+    """Gives a function of a parameter's index and a saved value of its state, which copies the value for this rank.
 
-    def cut(parameter: Any, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+    Of a whole tensor like a sharded parameter that is a DTensor with the rank's rows.
+    """
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+    def place(index: Any, value: Any) -> Any:
+        parameter = parameters.get(index)
+        if not isinstance(value, Tensor):
             return value
+        if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+            return value.clone()  # else a mapped file would outlive the load
         rows, first = local_shards.local(parameter), local_shards.first_row(parameter)
         here = value[first : first + len(rows)].to(rows.device, copy=True)
         like = {"shape": parameter.shape, "stride": parameter.stride()}
         return DTensor.from_local(here, parameter.device_mesh, parameter.placements, run_check=False, **like)
 
-    state = dict(inner["state"])
-    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(parameter, DTensor) and index in state:
-            state[index] = {name: cut(parameter, value) for name, value in state[index].items()}
-    return {**inner, "state": state}
+    return place
 
 
 def _load_inner(loco: Algorithm, given: Mapping[str, Any]) -> Loaded:
@@ -216,6 +220,10 @@ def _load_inner(loco: Algorithm, given: Mapping[str, Any]) -> Loaded:
             "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
             f" {type(loco.optimizer).__name__}. Wrap AdamW, or load the model alone."
         )
-    inner = _cut(loco.optimizer, {name: value for name, value in given.items() if name != "scape"})
+    place, inner = _places(loco.optimizer), {name: value for name, value in given.items() if name != "scape"}
+    inner["state"] = {
+        index: {name: place(index, value) for name, value in entry.items()} if isinstance(entry, Mapping) else entry
+        for index, entry in given["state"].items()
+    }
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
     return Loaded(inner, {"steps": max((int(count) for count in counts), default=0)}, [note])
