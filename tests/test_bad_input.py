@@ -13,7 +13,6 @@ from torch.optim import AdamW
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.method import SparseLoCoMethod
 
 # ---------------------------------------------------------------------------------------------------------- bad input
 
@@ -80,7 +79,7 @@ def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) ->
 def test_sparseloco_names_the_parameter_that_it_cannot_carry(dtype: torch.dtype) -> None:
     module = nn.ParameterDict({"fine": torch.zeros(3), "bad": torch.zeros(3, dtype=dtype)})
     with pytest.raises(ValueError, match=f"got bad .*in (torch.)?{str(dtype).removeprefix('torch.')}"):
-        SparseLoCoMethod.attach(AdamW(module.parameters()), SparseLoCoConfig(), list(module.named_parameters()))
+        SparseLoCo.attach(AdamW(module.parameters()), SparseLoCoConfig(), list(module.named_parameters()))
 
 
 def test_parameters_that_cannot_be_carried_are_refused() -> None:

@@ -173,8 +173,8 @@ def test_metrics_are_those_of_the_stats_and_none_before_the_first_step() -> None
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
     method = find(optimizer)
     assert method is not None
-    assert method.stats() == {}
+    assert method.figures() == {}
     parameter.grad = torch.ones(10)
     optimizer.step()
     assert isinstance(optimizer.stats, StepStats)
-    assert repr(method.stats()) == repr(optimizer.stats.as_dict(""))  # repr: NaN equals NaN
+    assert repr(method.figures()) == repr(optimizer.stats.as_dict(""))  # repr: NaN equals NaN

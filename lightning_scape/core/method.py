@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the package knows its methods by name before torch is impor
 
 METHODS = {
     "scape": "lightning_scape.scape.method:ScapeMethod",
-    "sparseloco": "lightning_scape.sparseloco.method:SparseLoCoMethod",
+    "sparseloco": "lightning_scape.sparseloco.wrapper:SparseLoCo",
 }
 """By name; a module is imported when it is first asked for."""
 
@@ -38,7 +38,7 @@ class Method(ABC):
     config_class: ClassVar[type[Any]]
     """Its options: a frozen dataclass, all with defaults, checked when it is made. The first is its main one."""
     shown: ClassVar[tuple[str, ...]] = ("compression",)
-    """Which of its :meth:`stats` a progress bar shows."""
+    """Which of its :meth:`figures` a progress bar shows."""
     exchanges_every_step: ClassVar[bool] = False
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class Method(ABC):
         """Steps of the optimizer, those before a loaded checkpoint included."""
 
     @abstractmethod
-    def stats(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Figures of the last exchange; empty before the first. May wait for the device.
 
         A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,

@@ -86,7 +86,7 @@ class ScapeMonitor(Callback):
         metrics: dict[str, float] = {}
         shown: dict[str, float] = {}
         for place, (prefix, method) in enumerate(_with_prefixes(find_all(trainer.optimizers))):
-            stats = method.stats()
+            stats = method.figures()
             steps, sent, dense = self._run(place, method)
             stats |= {"bytes_run": float(sent), "bytes_run_dense": float(dense)}
             stats["seconds_run"] = time.perf_counter() - self._began

@@ -84,7 +84,7 @@ class ScapeMethod(Method):
         return self.scape.steps_taken
 
     @override
-    def stats(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         stats = self.scape.stats
         return {} if stats is None else stats.as_dict("")
 

@@ -69,10 +69,9 @@ class Algorithm:
         optimizer: the inner one.
         config: all options.
         parameters: those wrapped.
-        layout: their blocks.
         comm: the ranks that exchange.
-        node: the ranks of a node, where they hold a replica together; layout and parameters are then this rank's
-            rows, and ``comm`` reaches those of the other nodes that hold the same.
+        node: the ranks of a node, where they hold a replica together; parameters are then this rank's rows, and
+            ``comm`` reaches those of the other nodes that hold the same.
     """
 
     def __init__(
@@ -80,13 +79,14 @@ class Algorithm:
         optimizer: torch.optim.Optimizer,
         config: SparseLoCoConfig,
         parameters: Parameters,
-        layout: Layout,
         comm: Communicator,
         node: Communicator,
     ) -> None:
-        self.optimizer, self.config, self.parameters, self.layout = optimizer, config, parameters, layout
+        self.optimizer, self.config, self.parameters = optimizer, config, parameters
         self.comm, self.node = comm, node
         sent, bits = config.quota.sent, config.bits
+        numels = [parameter.numel() for parameter in parameters.local]
+        self.layout = layout = Layout(numels, parameters.groups, config.quota.block_size, 1)
         if comm.world_size == 1:  # nobody to send to: nothing needs to be chosen or rounded
             sent, bits = layout.block_size, None
         self.wire = Wire(layout.block_size, sent, bits)

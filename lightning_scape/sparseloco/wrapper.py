@@ -8,25 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import OwnState, SavedState, collect, not_collected
-from lightning_scape.comm.collectives import Communicator, ProcessGroup
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
-from lightning_scape.core.layout import Layout
+from lightning_scape.core.method import Method
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
-from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.stats import ExchangeStats
 
 _NAME = "_lightning_scape_sparseloco"
 """Attribute of an optimizer, which it neither copies nor pickles: what wraps it."""
 
 
-class SparseLoCo:
+class SparseLoCo(Method):
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::
@@ -61,6 +63,11 @@ class SparseLoCo:
         RuntimeError: several ranks were launched, and no process group is up.
     """
 
+    name = "sparseloco"
+    title = "SparseLoCo"
+    config_class = SparseLoCoConfig
+    shown = ("compression", "delta_norm")
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -89,7 +96,6 @@ class SparseLoCo:
         self.everyone = local_shards.everyone(comm, node)
         """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in self.parameters.local]
-        self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, 1)
         self.exchange_bytes = config.exchange_bytes(numels, comm.world_size)
         """Bytes that this rank sends in an exchange."""
         setup = {
@@ -100,16 +106,18 @@ class SparseLoCo:
         }
         problem = self._problem(process_group)
         check_same_setup(self.everyone, setup, problem, node.rank)
-        self.algorithm = Algorithm(optimizer, config, self.parameters, self.layout, comm, node)
+        self.algorithm = Algorithm(optimizer, config, self.parameters, comm, node)
         self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
-        self._loading = False
+        self._loading: saved.Loaded | None = None
+        """What has been read, and is not yet taken up."""
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
             # Before the user's hooks, which see an inner state, once.
             optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
         vars(optimizer)[_NAME] = self
 
@@ -130,8 +138,32 @@ class SparseLoCo:
         return self.parameters.problem([]) or local_shards.problem(names, tensors, 1, process_group)
 
     @classmethod
-    def of(cls, optimizer: object) -> SparseLoCo | None:
+    @override
+    def attach(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        config: SparseLoCoConfig,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        process_group: ProcessGroup | None = None,
+    ) -> Self:
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if getattr(optimizer, "communicator", None) is not None or "ZeroRedundancyOptimizer" in kinds:
+            raise TypeError(
+                "SparseLoCo must wrap an optimizer that works on one rank, got a"
+                f" {type(optimizer).__name__}, which exchanges gradients itself. Use AdamW, or any other optimizer of"
+                " torch's."
+            )
+        if (former := cls.of(optimizer)) is not None:  # of an earlier fit
+            former.close()
+        options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
+        return cls(optimizer, **options, process_group=process_group, named_parameters=named_parameters)
+
+    @classmethod
+    @override
+    def of(cls, optimizer: object) -> Self | None:
         """The one that wraps an optimizer, None if there is none."""
+        if isinstance(optimizer, cls):
+            return optimizer
         return vars(optimizer).get(_NAME) if isinstance(optimizer, torch.optim.Optimizer) else None
 
     @property
@@ -169,22 +201,63 @@ class SparseLoCo:
             self.algorithm.look_for_writes()
             self.algorithm.exchange()
 
-    # ------------------------------------------------------------------------------------- life of the state
+    @override
+    def finish(self) -> None:
+        self.sync()
 
-    def take_off(self) -> None:
+    @override
+    def give_back(self) -> None:
         """Takes the hooks off the optimizer, which steps on its own from now on. The state may still be saved."""
         for hook in self._hooks:
             hook.remove()
 
+    @override
     def close(self) -> None:
         """Lets the optimizer go: it may be wrapped anew."""
-        self.take_off()
+        self.give_back()
         vars(self.optimizer).pop(_NAME, None)
+
+    # ------------------------------------------------------------------------------------------- what it says
 
     @property
     def stats(self) -> ExchangeStats | None:
         """Figures of the last exchange; None before the first, and after a load."""
         return self.algorithm.stats
+
+    @override
+    def figures(self) -> dict[str, float]:
+        return {} if self.stats is None else self.stats.as_dict("")
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self.progress.steps
+
+    @classmethod
+    @override
+    def steps_apart(cls, config: SparseLoCoConfig) -> int:
+        return config.sync_every
+
+    @override
+    def summary(self) -> str:
+        config, sent, nodes = self.config, self.exchange_bytes, self.node.world_size
+        how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
+        where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
+        how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
+        return f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {how_much}."
+
+    @override
+    def bytes_of_steps(self, first: int, last: int) -> int:
+        """A run ends with an exchange, however short its last window is."""
+        every = self.config.sync_every
+        began = self.progress.steps - self.progress.in_window  # a fit before it has ended its own last window
+        exchanges = -(-(last - began) // every) - (first - began) // every
+        return exchanges * self.exchange_bytes
+
+    @property
+    @override
+    def dense_bytes(self) -> int:
+        return all_reduce_bytes(self.parameters.local, self.communicator.world_size)
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -213,6 +286,12 @@ class SparseLoCo:
             raise not_collected(self.everyone.rank, "consolidate_state_dict(to=0)")
         return self._consolidated
 
+    @classmethod
+    @override
+    def whole_state(cls, state: SavedState) -> dict[str, Any]:
+        return saved.whole_state(state)
+
+    @override
     def own_state(self) -> OwnState:
         """This rank's part of the state, in views. Sends nothing after the first step."""
         self.algorithm.begin()
@@ -220,7 +299,7 @@ class SparseLoCo:
         self.parameters.flatten()
         return saved.own_state(self.algorithm)
 
-    @torch.no_grad()
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
         """Takes up a state, parameters and inner optimizer included. Call on every rank, with the same state.
 
@@ -235,27 +314,26 @@ class SparseLoCo:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        inner = self._take_up(state_dict)
-        self._loading = True
-        try:
-            self.optimizer.load_state_dict(inner)
-        finally:
-            self._loading = False
+        self.optimizer.load_state_dict({_NAME: state_dict})
 
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """A load by the optimizer itself. Under Fabric rank 0 gets a whole state, and the others ``{}``."""
-        if self._loading or (state_dict and saved.METHOD not in state_dict):
-            return None
-        return self._take_up(state_dict)
-
-    def _take_up(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes up all but the inner optimizer's state, which it returns. Collective."""
+    def _before_load(self, _: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Reads this rank's part of a state. Collective. Under Fabric rank 0 may get a whole one, the others ``{}``."""
+        self._loading = None
+        if given and not {_NAME, saved.METHOD} & given.keys():
+            return None  # of the inner optimizer alone
         self.parameters.flatten()
-        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self.algorithm, state_dict))
-        self._consolidated = None
-        for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
-            flat.copy_(own)
-        self.algorithm.resume(loaded.state, loaded.progress)
+        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self.algorithm, given.get(_NAME, given)))
         for note in loaded.notes:
-            warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+            warnings.warn(note, stacklevel=5)  # whoever calls load_state_dict
+        self._loading = loaded
         return loaded.inner
+
+    @torch.no_grad()
+    def _after_load(self, _: torch.optim.Optimizer) -> None:
+        """Takes up all but the inner optimizer's state, which is in its place by now."""
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
+            self._consolidated = None
+            for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
+                flat.copy_(own)
+            self.algorithm.resume(loaded.state, loaded.progress)
