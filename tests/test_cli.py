@@ -12,6 +12,8 @@ import torch
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.files import save_file
+from lightning_scape.checkpoint.saver import Saver
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.tools.cli import COMMANDS, main
 
 HEAVY = {"torch", "lightning", "litgpt", "numba"}
@@ -66,7 +68,9 @@ def test_verify_says_of_each_checkpoint_whether_it_loads(tmp_path: Path, capsys:
 def test_consolidate_writes_one_file_and_replaces_another_only_if_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _save(tmp_path / "a.pt")
+    optimizer = ScapeOptimizer([torch.nn.Parameter(torch.ones(1000))], config=ScapeConfig(sparsity=0.5))
+    content = {"optimizer": optimizer.own_state(), "step": 3}
+    Saver(asynchronous=False).save(tmp_path / "a.pt", content, {}, Communicator.alone(), None)
     command = ["consolidate", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
     assert main(command) == 0
     assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 3

@@ -102,12 +102,9 @@ def _consolidate(checkpoint: Path, file: Path, force: bool = False) -> int:
     """
     from lightning_scape.checkpoint import files, saver
 
-    source = saver.checkpoint_in(checkpoint)
-    if not source.exists():
-        raise FileNotFoundError(f"A checkpoint must be at {str(source)!r}, got nothing there. Check the path.")
-    if file.is_dir() or (file.exists() and (not force or file.samefile(source))):
+    if file.is_dir() or (file.exists() and not force):
         raise ValueError(f"FILE must be a free name, got {str(file)!r}. Name a new one, or --force to replace a file.")
-    files.save_file(saver.consolidate(source), file)
+    files.save_file(saver.consolidate(checkpoint), file)
     print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
 
