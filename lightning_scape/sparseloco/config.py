@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_scape.core.quota import Quota, check_sharding, quota_for
+from lightning_scape.core.quota import MAX_BLOCK, Quota, check_sharding, quota_for
 from lightning_scape.ops.naive.wire import Wire
 
 Average = Literal["all", "geometric", "senders"]
 BITS = (2, 4, 8)
-MAX_BLOCK = 65_536
 OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 """Options of the strategies alone: they shard the model, and the parameters tell the rest."""
 SMALLEST_QUOTA = 4

@@ -110,14 +110,15 @@ class SparseLoCo(Method):
         self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
-        self._loading: saved.Loaded | None = None
+        self._loading = False
+        self._loaded: saved.Loaded | None = None
         """What has been read, and is not yet taken up."""
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
             # Before the user's hooks, which see an inner state, once.
             optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
-            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._take_up(), prepend=True),
         ]
         vars(optimizer)[_NAME] = self
 
@@ -314,24 +315,35 @@ class SparseLoCo(Method):
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        self.optimizer.load_state_dict({_NAME: state_dict})
+        self._loaded, self._loading = self._read(state_dict), True
+        try:
+            self.optimizer.load_state_dict(self._loaded.inner)
+            self._take_up()
+        finally:
+            self._loading = False
 
-    def _before_load(self, _: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-        """Reads this rank's part of a state. Collective. Under Fabric rank 0 may get a whole one, the others ``{}``."""
-        self._loading = None
-        if given and not {_NAME, saved.METHOD} & given.keys():
-            return None  # of the inner optimizer alone
+    def _read(self, state_dict: Mapping[str, Any]) -> saved.Loaded:
+        """Reads this rank's part of a state; changes nothing. Collective."""
         self.parameters.flatten()
-        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self.algorithm, given.get(_NAME, given)))
+        loaded = self.everyone.raise_on_all_ranks(lambda: saved.load(self.algorithm, state_dict))
         for note in loaded.notes:
-            warnings.warn(note, stacklevel=5)  # whoever calls load_state_dict
-        self._loading = loaded
-        return loaded.inner
+            warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
+        return loaded
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """A load by the optimizer itself. Under Fabric rank 0 gets a whole state, and the others ``{}``."""
+        if self._loading:
+            return None
+        self._loaded = None
+        if state_dict and saved.METHOD not in state_dict:
+            return None
+        self._loaded = self._read(state_dict)
+        return self._loaded.inner
 
     @torch.no_grad()
-    def _after_load(self, _: torch.optim.Optimizer) -> None:
-        """Takes up all but the inner optimizer's state, which is in its place by now."""
-        loaded, self._loading = self._loading, None
+    def _take_up(self) -> None:
+        """Takes up all but the inner optimizer's state, which is in its place by now: nothing can fail any more."""
+        loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._consolidated = None
             for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
