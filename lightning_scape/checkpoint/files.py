@@ -15,6 +15,7 @@ import os
 import pickle
 import secrets
 import shutil
+import stat
 import time
 import zipfile
 from collections.abc import Iterator
@@ -119,8 +120,8 @@ def _renamed(new: Path, path: Path) -> bool:
     """Gives what is complete its name; False if what is there must be moved before."""
     try:
         os.replace(new, path)
-    except OSError:
-        if path.is_dir() or (new.is_dir() and os.path.lexists(path)):
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
             return False
         raise
     with contextlib.suppress(OSError):
@@ -178,13 +179,15 @@ def hidden(folder: Path, pattern: str, kind: str) -> list[Path]:
 
 def _check_replaceable(path: Path) -> None:
     """Raises ``OSError`` if a checkpoint would take the place of something that is none."""
-    if not path.exists() or path.is_file() or (path / META).exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    raise IsADirectoryError(
-        errno.EISDIR,
-        f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is something"
-        " else. Give the checkpoint another name",
-    )
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it is free, or another save moves it meanwhile
+        mode = path.stat().st_mode
+        names = os.listdir(path) if stat.S_ISDIR(mode) else [META]
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or (names and META not in names):
+            raise IsADirectoryError(
+                errno.EISDIR,
+                f"A checkpoint must take a free name or that of another checkpoint, got {str(path)!r}, which is"
+                " something else. Give the checkpoint another name",
+            )
 
 
 def remove(path: Path) -> None:

@@ -86,8 +86,8 @@ class Saver:
             ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
-        own, lead = states_in(content, lambda each: each if isinstance(each, OwnState) else None), ranks.rank == 0
-        states = _alike(own, ranks)
+        states = _alike(states_in(content, lambda each: isinstance(each, OwnState)), ranks)
+        lead = ranks.rank == 0
         rest = dict(content) if lead else {}
         for where, state in states.items() if lead else ():
             put(rest, where, state.without_tensors())
@@ -198,7 +198,7 @@ def consolidate(path: Path) -> dict[Any, Any]:
         CheckpointError: there is none at ``path``, or it is torn or damaged.
     """
     content = Directory(checkpoint_in(path), Communicator.alone()).content
-    for where, state in states_in(content, lambda each: each if isinstance(each, SavedState) else None).items():
+    for where, state in states_in(content, lambda each: isinstance(each, SavedState)).items():
         put(content, where, whole_state(state))
     return content
 
@@ -245,10 +245,11 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
 
 def _newest(folder: Path, pattern: str, check: bool) -> Path | None:
     found = []
-    # Of a save that was killed before its directory was in the place of the one before, that one is still there.
-    for path in {*map(checkpoint_in, folder.glob(pattern)), *files.hidden(folder, Path(pattern).name, "previous")}:
-        if not (any(path.glob("rank-*.pt")) if path.is_dir() else not path.name.startswith(".")):
-            continue  # some other folder, or a file that is not complete
+    named = [path for path in map(checkpoint_in, folder.glob(pattern)) if not path.name.startswith(".")]
+    # Of a save that was killed between its two renames, the checkpoint before is still there.
+    for path in [*named, *files.hidden(folder, Path(pattern).name, "previous")]:
+        if path.is_dir() and not any(path.glob("rank-*.pt")):
+            continue  # some other folder
         with _passing_over(path):
             found.append((_step_of(path), (path / files.META if path.is_dir() else path).stat().st_mtime_ns, path))
     for *_, path in sorted(found, reverse=True):
@@ -287,5 +288,6 @@ def _step_of(path: Path) -> int:
         content = content["rest"]
     if not isinstance(content, dict):
         return -1
-    counts = [content.get("global_step"), *(held["facts"]["step"] for held in states_in(content, saved_in).values())]
+    facts = [saved_in(state)["facts"] for state in states_in(content, saved_in).values()]
+    counts = [content.get("global_step"), *(each["step"] for each in facts)]
     return next((count for count in counts if type(count) is int), -1)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.method import METHODS, named
 from lightning_scape.core.parameters import Parameters
 
-S = TypeVar("S")
 FORMAT = 1
 Where = tuple[Any, int | None]
 """A state's name in a host's checkpoint, and its place in the list that it has there."""
@@ -174,18 +173,15 @@ class SavedState(dict[str, Any]):
     """A saved state, of a file or of a directory: facts, and the ranks' parts. As a dict, what hosts see of it.
 
     Args:
-        shown: as it was saved.
+        state: as it was saved.
         facts: likewise.
         parts: give the parts. They are asked one after the other, and only for what those before lack.
     """
 
     def __init__(
-        self,
-        shown: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        parts: Sequence[Callable[[], Mapping[str, Any]]],
+        self, state: Mapping[str, Any], facts: Mapping[str, Any], parts: Sequence[Callable[[], Mapping[str, Any]]]
     ) -> None:
-        super().__init__(shown)
+        super().__init__({name: value for name, value in state.items() if name not in ("state", facts["method"])})
         if facts["format"] > FORMAT:
             raise files.CheckpointError(
                 f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
@@ -275,19 +271,14 @@ def whole_state(saved: SavedState) -> dict[str, Any]:
     return named(saved.facts["method"]).whole_state(saved)
 
 
-def states_in(content: Mapping[Any, Any], found: Callable[[Any], S | None]) -> dict[Where, S]:
-    """The optimizers' states in a host's checkpoint: as values, or in a list.
-
-    Args:
-        content: the checkpoint.
-        found: gives what is looked for, if a value is one.
-    """
-    everything = (
-        ((name, place), each)
+def states_in(content: Mapping[Any, Any], wanted: Callable[[Any], Any]) -> dict[Where, Any]:
+    """The optimizers' states in a host's checkpoint, as values or in a list: those that are wanted."""
+    return {
+        (name, place): each
         for name, value in content.items()
-        for place, each in (enumerate(value) if isinstance(value, list) else ((None, value),))
-    )
-    return {where: state for where, each in everything if (state := found(each)) is not None}
+        for place, each in (enumerate(value) if isinstance(value, list) else [(None, value)])
+        if wanted(each)
+    }
 
 
 def put(content: dict[Any, Any], where: Where, state: Any) -> None:
@@ -299,12 +290,12 @@ def put(content: dict[Any, Any], where: Where, state: Any) -> None:
         content[name] = [state if number == place else each for number, each in enumerate(content[name])]
 
 
-def saved_in(state: Any) -> Mapping[str, Any] | None:
-    """The facts of a saved state, and in a file its tensors; None if it is none of ours."""
+def saved_in(state: Any) -> Mapping[str, Any]:
+    """The facts of a saved state, and in a file its tensors; nothing, if it is none of ours."""
     for method in METHODS if isinstance(state, Mapping) else ():
         if isinstance(held := state.get(method), Mapping) and "facts" in held:
             return held
-    return None
+    return {}
 
 
 def taken(given: Any, method: str) -> Any:
@@ -325,8 +316,7 @@ def taken(given: Any, method: str) -> Any:
     if not isinstance(saved, Mapping) or not {"facts", "tensors"} <= saved.keys():
         raise ValueError(f"A state of {method} must hold facts and tensors, got another. Load another checkpoint.")
     part = {key: Chunk.whole(each) if isinstance(each, Tensor) else each for key, each in saved["tensors"].items()}
-    shown = {name: value for name, value in given.items() if name not in ("state", method)}
-    return SavedState(shown, saved["facts"], [lambda: part])
+    return SavedState(given, saved["facts"], [lambda: part])
 
 
 # ------------------------------------------------------------------------------------------------ one file
@@ -408,15 +398,6 @@ def _plain_form(each: Any) -> Any:
     return (each.tensor.detach().to("cpu"), each.offset, each.length) if isinstance(each, Chunk) else each
 
 
-def _without_tensors(state: Any) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
-    """What hosts see of a directory's state, and its facts; None if it is none."""
-    held = saved_in(state)
-    if held is None or "tensors" in held:
-        return None
-    facts = held["facts"]
-    return {name: value for name, value in state.items() if name != facts["method"]}, facts
-
-
 class Directory:
     """A checkpoint that is a directory, found complete and undamaged. Tensors are read when they are asked for.
 
@@ -442,9 +423,11 @@ class Directory:
         order = [own, *(number for number in range(before) if number != own)]
         self.content: dict[Any, Any] = meta["rest"]
         """The host's checkpoint, with its optimizers' :class:`SavedState`."""
-        for where, (shown, facts) in states_in(self.content, _without_tensors).items():
-            parts_of = [functools.partial(self._state, where, number) for number in order]
-            put(self.content, where, SavedState(shown, facts, parts_of))
+        for where, state in states_in(self.content, saved_in).items():
+            held = saved_in(state)
+            if "tensors" not in held:
+                gives = [functools.partial(self._state, where, number) for number in order]
+                put(self.content, where, SavedState(state, held["facts"], gives))
 
     def _state(self, where: Where, number: int) -> Mapping[str, Any]:
         return self._part(number)[where]
