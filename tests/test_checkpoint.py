@@ -169,7 +169,7 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         ("memory", "strides must be .* got"),
         ("entries", "all 2100 entries of 'residual.0.3', got 0"),
         ("newer", "a newer lightning_scape"),
-        ("groups", r"groups of \[2, 4\] parameters, got \[2\]"),
+        ("groups", "different number of parameter groups"),  # torch says it
         ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
         ("sgd", "must hold exp_avg of 'parameter 0'"),
         ("second moment", "exp_avg_sq of 'parameter 2'"),

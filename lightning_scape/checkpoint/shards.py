@@ -101,47 +101,31 @@ def facts_of(parameters: Parameters) -> dict[str, Any]:
     }
 
 
-_SAME_MODEL = "Load it into the same model, with the same parameter groups."
-
-
-def check_model(
-    facts: Mapping[str, Any],
-    saved: Sequence[Mapping[str, Any]],
-    parameters: Parameters,
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Whether a state is of these parameters, some of which may have been frozen then.
+def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
+    """Whether a state is of these parameters, some of which may have been frozen then. Torch compares groups.
 
     Args:
         facts: of the state.
-        saved: its parameter groups.
         parameters: that are trained now.
-        groups: the optimizer's.
 
     Raises:
         ValueError: it is not; names the first difference.
     """
-    check_groups(saved, groups)
     places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index not in facts["shapes"]:
             continue
         for what, now in (("shapes", tuple(parameter.shape)), ("strides", parameter.stride())):
             if (then := tuple(facts[what][index])) != now and parameter.numel():
-                raise ValueError(f"The state's {what} must be {now} for {name!r}, got {then}. {_SAME_MODEL}")
+                raise ValueError(
+                    f"The state's {what} must be {now} for {name!r}, got {then}. Load it into the same model."
+                )
         theirs = _plain(facts["names"][index])
         if places.get(theirs, index) != index and "parameter " not in theirs:
             raise ValueError(
                 f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
                 " there. Build the optimizer over the parameters in the same order."
             )
-
-
-def check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``ValueError`` unless saved parameter groups are as long as the optimizer's."""
-    theirs, mine = ([len(group["params"]) for group in each] for each in (saved, groups))
-    if theirs != mine:
-        raise ValueError(f"The state must have parameter groups of {mine} parameters, got {theirs}. {_SAME_MODEL}")
 
 
 def _plain(name: str) -> str:

@@ -77,7 +77,7 @@ def install(optimizer: Optimizer, engine: Engine) -> None:
     here.hooks = [
         # First, so that the user's hooks see all of it.
         optimizer.register_state_dict_post_hook(lambda _, state: _saved(here, state), prepend=True),
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: _load(here, this(), state)),
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: _load(here, state)),
         optimizer.register_load_state_dict_post_hook(lambda _: _take_up(here), prepend=True),
     ]
 
@@ -150,20 +150,15 @@ def consolidate(engine: Engine, to: int = 0) -> None:
         engine.consolidated = saved.whole_state(whole)
 
 
-def _load(here: Installed, optimizer: Optimizer | None, given: Any) -> dict[str, Any]:
-    """Reads this rank's part into fresh buffers. Torch takes the groups. Collective."""
-    assert optimizer is not None
+def _load(here: Installed, given: Any) -> dict[str, Any]:
+    """Reads this rank's part into fresh buffers. Torch compares and takes the groups. Collective."""
     engine, parts = here.engine, given
     engine.masks.wait()
     if isinstance(given, dict) and PARTS in given:
         parts = given.pop(PARTS)
         parts.update({name: value for name, value in given.items() if name != "state"})  # as user's hooks left it
     state = engine.allocate()
-
-    def load() -> saved.Loaded:
-        return saved.load(engine, state, parts, optimizer.param_groups)
-
-    loaded = engine.everyone.raise_on_all_ranks(load)
+    loaded = engine.everyone.raise_on_all_ranks(lambda: saved.load(engine, state, parts))
     here.loading = state, loaded
     return {"state": _note(), "param_groups": loaded.param_groups}
 

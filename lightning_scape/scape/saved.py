@@ -28,7 +28,6 @@ from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
     SavedState,
-    check_groups,
     check_model,
     facts_of,
     of_blocks,
@@ -142,14 +141,13 @@ class Loaded:
             engine.skips.in_row, engine.skips.total = self.skipped
 
 
-def load(engine: Engine, state: ScapeState, given: Any, groups: Sequence[Mapping[str, Any]]) -> Loaded:
+def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
     """Fills fresh buffers with this rank's part of a saved state.
 
     Args:
         engine: is not changed.
         state: the buffers.
         given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`SavedState`.
-        groups: the optimizer's parameter groups.
 
     Returns:
         The rest. Take it up when all ranks have read their parts.
@@ -160,13 +158,13 @@ def load(engine: Engine, state: ScapeState, given: Any, groups: Sequence[Mapping
     """
     given = taken(given, METHOD)
     if not isinstance(given, SavedState):
-        return _load_dense(engine, state, given, groups)
-    return _load(engine, state, given, groups)
+        return _load_dense(engine, state, given)
+    return _load(engine, state, given)
 
 
-def _load(engine: Engine, state: ScapeState, saved: SavedState, groups: Sequence[Mapping[str, Any]]) -> Loaded:
+def _load(engine: Engine, state: ScapeState, saved: SavedState) -> Loaded:
     facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
-    check_model(facts, saved["param_groups"], parameters, groups)
+    check_model(facts, parameters)
     notes = []
     frozen_alike = facts["shapes"].keys() == set(parameters.indices)
     new = {index: facts["step"] for index in parameters.indices if index not in facts["shapes"]}
@@ -237,12 +235,9 @@ def _read_mask(engine: Engine, saved: SavedState) -> tuple[Tensor | None, list[s
     ]
 
 
-def _load_dense(
-    engine: Engine, state: ScapeState, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> Loaded:
+def _load_dense(engine: Engine, state: ScapeState, given: Mapping[str, Any]) -> Loaded:
     """Moments and steps of an AdamW, Adam or AdamS. Residuals start at zero."""
     parameters, entries = engine.parameters, {index: entry for index, entry in given["state"].items() if entry}
-    check_groups(given["param_groups"], groups)
     names = ["exp_avg", "exp_avg_sq"] if state.exp_avg_sq is not None else ["exp_avg"]
     flats: dict[str, Tensor] = {}
     steps = dict.fromkeys(parameters.indices, 0)

@@ -28,7 +28,6 @@ from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
     SavedState,
-    check_groups,
     check_model,
     facts_of,
     of_blocks,
@@ -161,18 +160,13 @@ def load(loco: Algorithm, given: Any) -> Loaded:
 
 def _check(loco: Algorithm, saved: SavedState) -> None:
     """Raises ValueError unless the state is of this model and this kind of optimizer."""
-    facts, trained, kind = saved.facts, loco.parameters.indices, type(loco.optimizer).__name__
-    if facts["optimizer"] != kind:
+    kind = type(loco.optimizer).__name__
+    if saved.facts["optimizer"] != kind:
         raise ValueError(
-            f"The state must be of the inner optimizer, got one of {facts['optimizer']}, and SparseLoCo wraps {kind}."
-            " Wrap the optimizer that it was saved with, or load the model alone."
+            f"The state must be of the inner optimizer, got one of {saved.facts['optimizer']}, and SparseLoCo wraps"
+            f" {kind}. Wrap the optimizer that it was saved with, or load the model alone."
         )
-    if [*facts["shapes"]] != trained:
-        raise ValueError(
-            f"The state must be of the {len(trained)} parameters that are trained now, got one of"
-            f" {len(facts['shapes'])}: others were frozen. Freeze the same, or load the model alone."
-        )
-    check_model(facts, saved["param_groups"], loco.parameters, loco.optimizer.param_groups)
+    check_model(saved.facts, loco.parameters)
 
 
 def _inner(loco: Algorithm, saved: SavedState) -> dict[str, Any]:
@@ -213,13 +207,7 @@ def _places(optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
 
 def _load_inner(loco: Algorithm, given: Mapping[str, Any]) -> Loaded:
     """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
-    check_groups(given["param_groups"], loco.optimizer.param_groups)
     counts = [entry["step"] for entry in given["state"].values() if isinstance(entry, Mapping) and "step" in entry]
-    if "scape" in given and not isinstance(loco.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
-        raise ValueError(
-            "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
-            f" {type(loco.optimizer).__name__}. Wrap AdamW, or load the model alone."
-        )
     place, inner = _places(loco.optimizer), {name: value for name, value in given.items() if name != "scape"}
     inner["state"] = {
         index: {name: place(index, value) for name, value in entry.items()} if isinstance(entry, Mapping) else entry
