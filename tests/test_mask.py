@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ops
-from lightning_scape.comm.work import Work
+from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.mask import Masks, SparsitySchedule

@@ -34,7 +34,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm.work import Work
+from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.communicator import ScapeCommunicator

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape import SparseLoCo
-from lightning_scape.comm.work import SideStream, Work
+from lightning_scape.comm.collectives import SideStream, Work
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import scape_bytes

@@ -25,8 +25,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_scape.comm import pairs
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, group_beside
-from lightning_scape.comm.work import Work, on_thread
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside, on_thread
 
 KINDS = ("norm", "values", "parameters", "mask")
 """Kinds of messages, by which their bytes are counted."""
