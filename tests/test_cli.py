@@ -70,7 +70,7 @@ def test_consolidate_writes_one_file_and_replaces_another_only_if_told(
 ) -> None:
     optimizer = ScapeOptimizer([torch.nn.Parameter(torch.ones(1000))], config=ScapeConfig(sparsity=0.5))
     content = {"optimizer": optimizer.own_state(), "step": 3}
-    Saver(asynchronous=False).save(tmp_path / "a.pt", content, {}, Communicator.alone(), None)
+    Saver(asynchronous=False).save(tmp_path / "a.pt", content, Communicator.alone(), None)
     command = ["consolidate", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
     assert main(command) == 0
     assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 3

@@ -6,12 +6,14 @@ import contextlib
 import io
 import os
 import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,28 @@ from lightning_scape.comm.collectives import Communicator, group_beside
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint."""
+
+
+def rng_state() -> dict[str, Any]:
+    """The generators of Python, NumPy, torch and this process's CUDA device, as ``weights_only`` reads them."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    current: Any = np.random.get_state()
+    if isinstance(current, tuple):  # else a generator of the user's own choice, of which NumPy gives a dict
+        kind, keys, *rest = current
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any]) -> None:
+    """Takes up what :func:`rng_state` gave."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _alike(states: dict[Where, OwnState], ranks: Communicator) -> dict[Where, OwnState]:
@@ -68,7 +92,6 @@ class Saver:
         self,
         path: Path | None,
         content: Mapping[Any, Any],
-        rng: Mapping[str, Any],
         ranks: Communicator,
         write: Callable[[dict[Any, Any]], None] | None,
     ) -> None:
@@ -77,7 +100,6 @@ class Saver:
         Args:
             path: the same on all ranks; None is none of this machine's.
             content: the host's checkpoint, with this rank's :class:`OwnState` of each optimizer; rank 0's is written.
-            rng: this rank's generators.
             ranks: all, on a group that works in host memory and is used for nothing else.
             write: writes the whole content as one file, on rank 0; None: a directory is written.
 
@@ -87,7 +109,7 @@ class Saver:
         """
         self.wait()
         states = _alike(states_in(content, lambda each: isinstance(each, OwnState)), ranks)
-        lead = ranks.rank == 0
+        lead, rng = ranks.rank == 0, rng_state()
         rest = dict(content) if lead else {}
         for where, state in states.items() if lead else ():
             put(rest, where, state.without_tensors())

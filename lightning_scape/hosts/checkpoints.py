@@ -10,7 +10,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 
 from lightning_scape.checkpoint import files
-from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.saver import RNG, Saver
 from lightning_scape.checkpoint.shards import Directory
 from lightning_scape.comm.collectives import Communicator, group_beside
@@ -79,7 +78,7 @@ class Checkpoints:
         if self._nodes.several:
             content = two_level.whole(content, Communicator().rank == 0)
         ranks, one_file = self.ranks(), None if self.sharded else lambda whole: write(whole, local or path)
-        self.saver.save(local, content, rng_state(), ranks, one_file)
+        self.saver.save(local, content, ranks, one_file)
 
     def load(
         self, path: str | Path, read: Callable[[], dict[str, Any]], weights_only: bool | None, optimizers: bool = True

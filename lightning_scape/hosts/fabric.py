@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_scape.checkpoint.rng import set_rng_state
-from lightning_scape.checkpoint.saver import Saver
+from lightning_scape.checkpoint.saver import Saver, set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import setup, two_level

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import rng_state, set_rng_state
 from lightning_scape.hosts import guests
 
 
