@@ -195,7 +195,7 @@ def _places(optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
         parameter = parameters.get(index)
         if not isinstance(value, Tensor):
             return value
-        if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
             return value.clone()  # else a mapped file would outlive the load
         rows, first = local_shards.local(parameter), local_shards.first_row(parameter)
         here = value[first : first + len(rows)].to(rows.device, copy=True)
