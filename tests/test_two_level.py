@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 from trainer_helpers import MARKS, WIDTH, GivenRanks, Regression, loader, make_trainer
 from two_level_helpers import Holder, gradient, make_mesh, mean_gradient, node_of, sharded, whole
 
-from lightning_scape import AdamS, FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape import (
+    AdamS,
+    FabricScapeStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+)
 from lightning_scape.core.local_shards import local
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
@@ -346,6 +353,32 @@ def test_a_model_of_one_node_is_made_from_the_meta_device(run_ranks: Any) -> Non
     assert torch.equal(first[0], second[0])
     assert bool(first[0].isfinite().all())
     assert first[1] == ["FSDPBlocks"]  # both blocks use one matrix, so the root holds both
+
+
+class Drops(Blocks):
+    """Uses one layer never, and its second block in the first two steps alone."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        unused = torch.cat([wholes(self.extra), wholes(self.blocks[1])])
+        if batch_idx == 3:
+            self.stood = torch.equal(self.before, unused)
+        self.before = unused
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.blocks[0](batch[0])
+        hidden = self.blocks[1](hidden) if batch_idx < 2 else hidden
+        return nn.functional.mse_loss(self.tail(hidden), batch[1])
+
+
+def _drop(rank: int, world_size: int) -> None:
+    for plan in (strategy(2, 0.9), SparseLoCoStrategy(sync_every=9, local_group_size=2)):
+        module = Drops()
+        make_trainer(plan).fit(module)
+        assert module.stood
+
+
+def test_what_no_rank_uses_in_a_step_is_left_alone(run_ranks: Any) -> None:
+    run_ranks(_drop, 4)
 
 
 def _refused(rank: int, world_size: int) -> str:

@@ -65,6 +65,41 @@ def first_row(tensor: Tensor) -> int:
     return node_rows(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
 
 
+# ------------------------------------------------------------------------------------------- what a rank has used
+
+_USED = "_lightning_scape_used"
+"""Attribute of a gradient: whether this rank's backward passes have given something to it."""
+
+
+def note_uses(sharded: Tensor, gathered: Tensor) -> None:
+    """Lets :func:`has_gradient` tell a gradient from the zeros that FSDP2 gives what a rank has not used.
+
+    Args:
+        sharded: a parameter; FSDP2 calls its hooks on all ranks of a node, when its gradient has come.
+        gathered: it in the forward pass; autograd calls its hooks on a rank that has used it.
+    """
+    used = False
+
+    def use(_: Tensor) -> None:
+        nonlocal used
+        used = True
+
+    def come(parameter: Tensor) -> None:
+        nonlocal used
+        setattr(parameter.grad, _USED, used or getattr(parameter.grad, _USED, False))
+        used = False
+
+    for tensor, hook in ((gathered, use), (sharded, come)):
+        trained = tensor.requires_grad
+        tensor.requires_grad_(True).register_post_accumulate_grad_hook(hook)  # what is frozen may be trained later
+        tensor.requires_grad_(trained)
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether this rank's backward passes have given the parameter a gradient."""
+    return parameter.grad is not None and getattr(parameter.grad, _USED, True)
+
+
 # ------------------------------------------------------------------------------------------- the two groups
 
 

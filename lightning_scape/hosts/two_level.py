@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_scape.comm.collectives import ProcessGroup, broadcast_tensors, new_node_groups, world_size
-from lightning_scape.core.local_shards import local
+from lightning_scape.core.local_shards import local, note_uses
 from lightning_scape.hosts.private_names import materialize
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -124,6 +124,7 @@ class Nodes:
             broadcast_tensors([local(each.detach()) for each in module.parameters()], self.process_group)
         # Else ranks that use different experts of a mixture would reduce different gradients with one another.
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
+        _note_uses(module)
         self._replaced = WeakIdKeyDictionary() if self._replaced is None else self._replaced
         after = dict(module.named_parameters())
         self._replaced.update({before[name]: after[name] for name in before if before[name] is not after[name]})
@@ -137,6 +138,18 @@ class Nodes:
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 has sharded the module."""
     return isinstance(module, FSDPModule)
+
+
+def _note_uses(module: nn.Module) -> None:
+    """Parameters that no rank uses in a step shall be left alone. Gathers a unit at a time; may come again."""
+    for unit in filter(is_sharded, module.modules()):
+        sharded = dict(unit.named_parameters())
+        cast(FSDPModule, unit).unshard()
+        for name, gathered in unit.named_parameters():
+            own = isinstance(sharded[name], DTensor) and not isinstance(gathered, DTensor)  # not of a unit inside
+            if own and gathered.is_floating_point():
+                note_uses(sharded[name], gathered)
+        cast(FSDPModule, unit).reshard()
 
 
 def reshard(module: nn.Module) -> None:

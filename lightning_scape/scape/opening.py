@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.local_shards import has_gradient
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
 from lightning_scape.scape.clipping import Sketch, squared_norm
@@ -148,7 +149,7 @@ class Opening:
             raise error
         if self.answer is None or max_norm is not None:
             measure = squared_norm if max_norm is None or self._sketch is None else self._sketch
-            given = [grad is not None for grad in grads]
+            given = [has_gradient(parameter) for parameter in self._parameters.tensors]
             try:
                 standing = self._standing(groups, calls, max_norm, error)
                 self.answer = self.exchange(measure(grads, device), given, standing)
@@ -186,17 +187,19 @@ class Opening:
         sums = self.communicator.all_reduce_sum(torch.cat([measured, room, carried]))
         measured, having, digests = sums.split([self._width, len(flags), DIGITS])
         present = (having != 0).float()
-        all_have = all(flags) if ranks == 1 else device.type == "cpu" and bool(present.all())
         mean = measured / ranks
         norm = torch.linalg.vector_norm(mean) if sketched else mean.sum().sqrt()
         together = (digests == ops.to_device(digest, device) * ranks).all()
         if device.type == "cpu" and not together:
             error = self.apart(standing)
         if self.node.world_size > 1:  # the norm of all rows; and what the ranks of some rows know, all learn
-            everyone = self.node.all_gather_stacked(torch.stack([norm, together.to(norm.dtype)]))
+            everyone = self.node.all_gather_stacked(torch.cat([norm.view(1), together.view(1), present]))
             norm, together = torch.linalg.vector_norm(everyone[:, 0]), everyone[:, 1].all()
+            present = everyone[:, 2:].amax(dim=0)
         if device.type == "cpu" and not together:
             self.node.raise_together(error)
+        alone = ranks == self.node.world_size == 1
+        all_have = all(flags) if alone else device.type == "cpu" and bool(present.all())
         return Answer(norm, None if all_have else present, together, standing)
 
     def apart(self, standing: Standing) -> RuntimeError:

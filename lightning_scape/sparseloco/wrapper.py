@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import OwnState, SavedState, collect, not_collected
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes, group_beside
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.method import Method
@@ -95,6 +95,8 @@ class SparseLoCo(Method):
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
         self.everyone = local_shards.everyone(comm, node)
         """All ranks whose parts make up a state."""
+        self._hosts = Communicator(group_beside(node.process_group, "uses")) if node.world_size > 1 else node
+        """``node``, by messages in host memory: a step on a GPU does not wait for the device."""
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.exchange_bytes = config.exchange_bytes(numels, comm.world_size)
         """Bytes that this rank sends in an exchange."""
@@ -114,7 +116,7 @@ class SparseLoCo(Method):
         self._loaded: saved.Loaded | None = None
         """What has been read, and is not yet taken up."""
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
             # Before the user's hooks, which see an inner state, once.
             optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
@@ -175,10 +177,32 @@ class SparseLoCo(Method):
     # ------------------------------------------------------------------------------------------- the loop
 
     @entry
-    def _before_step(self) -> None:
+    def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stepping = True
         self._consolidated = None
         self.algorithm.before_step()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self.node.world_size == 1:
+            return None
+        if closure is None:
+            self._leave_unused()
+            return None
+
+        def then_leave() -> Any:
+            loss = closure()
+            self._leave_unused()
+            return loss
+
+        return args[:1], {**kwargs, "closure": then_leave}
+
+    @entry
+    def _leave_unused(self) -> None:
+        """Takes the zeros away that FSDP2 gives as a gradient to what no rank of the node has used. Collective."""
+        tensors = self.parameters.tensors
+        used = torch.tensor([local_shards.has_gradient(each) for each in tensors], dtype=torch.uint8, device="cpu")
+        by_any = self._hosts.all_gather_stacked(used).amax(dim=0).tolist()
+        for parameter in (each for each, kept in zip(tensors, by_any, strict=True) if not kept):
+            parameter.grad = None
 
     @entry
     def _after_step(self) -> None:
