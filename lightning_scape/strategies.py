@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_scape.hosts.common import register
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ScapeConfig
@@ -115,7 +116,7 @@ class FabricSparseLoCoStrategy(FabricMethodStrategy):
     method: ClassVar[str | None] = "sparseloco"
 
 
-ScapeStrategy.register_strategies(StrategyRegistry)
-SparseLoCoStrategy.register_strategies(StrategyRegistry)
-FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
-FabricSparseLoCoStrategy.register_strategies(STRATEGY_REGISTRY)
+register(ScapeStrategy, StrategyRegistry)
+register(SparseLoCoStrategy, StrategyRegistry)
+register(FabricScapeStrategy, STRATEGY_REGISTRY)
+register(FabricSparseLoCoStrategy, STRATEGY_REGISTRY)

@@ -317,8 +317,8 @@ def build_apart(rank: int, world_size: int, method: str, kind: str, path: str) -
     [
         ("scape", "another module", "on rank 1"),
         ("scape", "a mistake", "one rank's mistake"),
-        ("scape", "none", "got none on rank 1 and AdamW on rank 0"),
-        ("sparseloco", "another optimizer", "got SGD on rank 1 and AdamW on rank 0"),
+        ("scape", "none", "the number of optimizers is 0 on rank 1 and 1 on rank 0"),
+        ("sparseloco", "another optimizer", "optimizers[0] is 'SGD' on rank 1 and 'AdamW' on rank 0"),
         ("scape", "another option", "async_save is True on rank 1"),
         ("scape", "another checkpoint", "on rank 0 and none on rank 1"),
     ],

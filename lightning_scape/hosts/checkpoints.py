@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import Trainer
+from typing_extensions import override
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.saver import RNG, Saver
 from lightning_scape.checkpoint.shards import Directory
 from lightning_scape.comm.collectives import Communicator, group_beside
 from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.hosts.private_names import WrappingIO, checkpoints
-from lightning_scape.hosts.schedulers import as_data
+from lightning_scape.hosts.private_names import checkpoints
+from lightning_scape.hosts.replaced import replace
 
 StateDictType = Literal["full", "sharded"]
 
@@ -38,20 +40,13 @@ class Checkpoints:
             )
         self.sharded, self.saver, self._nodes = state_dict_type == "sharded", Saver(async_save), nodes
 
-    def check_io(self, io: CheckpointIO | None) -> None:
+    def check_io(self, io: CheckpointIO) -> None:
         """Raises ``ValueError`` where a plugin cannot write what the options ask for."""
-        if self.sharded and io is not None:
+        if self.sharded and not isinstance(io, ScapeCheckpointIO):
             raise ValueError(
                 f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(io).__name__}: each rank'
                 " writes its own part of a directory. To save in the background, set `async_save=True`."
             )
-
-    @staticmethod
-    def io_of(given: CheckpointIO | None) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        if isinstance(given, WrappingIO):  # which keeps the one it was given, if any
-            given.checkpoint_io = ScapeCheckpointIO()
-        return given or ScapeCheckpointIO()
 
     @staticmethod
     def ranks() -> Communicator:
@@ -110,34 +105,49 @@ class Checkpoints:
         return content, states[ranks.rank] if len(states) == ranks.world_size else None
 
 
-class ConnectorOfAll:
-    """Takes the place of two methods of a Trainer's connector, for what all ranks must do alike.
+class ScapeCheckpointIO(TorchCheckpointIO):
+    """``torch.save`` files that are whole or not there, and are checked before they are loaded.
+
+    The strategies' default; any other ``checkpoint_io`` takes its place. Stores (``s3://``) replace objects at once:
+    Lightning writes and reads them.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or (local := files.local_path(path)) is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        files.save_file(checkpoint, local)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if (local := files.local_path(path)) is None:
+            safe = weights_only is not False  # which Lightning does not ask of a store
+            return super().load_checkpoint(path, map_location, weights_only=safe)
+        if not local.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        loaded: dict[str, Any] = files.load_file(local, weights_only, map_location=map_location)
+        return loaded
+
+
+def act_together(replaced: ExitStack, trainer: Trainer, before_save: Callable[[], None]) -> None:
+    """Replaces two methods of a Trainer's connector, for what all ranks must do alike, until the stack is closed.
 
     Much of a save is the user's code (hooks on state dicts, callbacks' states, ``on_save_checkpoint``), between
     messages. What fails there on one rank is an error on all.
     """
+    connector = checkpoints(trainer)
+    dump, resume = connector.dump_checkpoint, connector.resume_start
 
-    _own: Any = None
+    def dump_together(weights_only: bool | None = None) -> dict[str, Any]:
+        before_save()
+        checkpoint: dict[str, Any] = Communicator().raise_on_all_ranks(lambda: dump(weights_only))
+        return checkpoint
 
-    def attach(self, trainer: Trainer) -> None:
-        """Replaces them, for this fit and for saves after it."""
-        self._own = checkpoints(trainer)
-        self._own.dump_checkpoint, self._own.resume_start = self.dump_checkpoint, self.resume_start
-
-    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning would have given, with schedulers' states as data. Collective."""
-        self._own.trainer.strategy.before_save()
-
-        def dump() -> dict[str, Any]:
-            checkpoint: dict[str, Any] = type(self._own).dump_checkpoint(self._own, weights_only)
-            if "lr_schedulers" in checkpoint:
-                checkpoint["lr_schedulers"] = [as_data(state) for state in checkpoint["lr_schedulers"]]
-            return checkpoint
-
-        return Communicator().raise_on_all_ranks(dump)
-
-    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Loads the checkpoint that Lightning has chosen before ranks met, each by what it sees. Collective."""
+    def resume_together(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Lightning has chosen the checkpoint before ranks met, each by what it sees."""
         told = Communicator().all_gather_object(None if checkpoint_path is None else str(checkpoint_path))
         if None in told and any(told):
             there = next(rank for rank, path in enumerate(told) if path is not None)
@@ -145,4 +155,7 @@ class ConnectorOfAll:
                 f"All ranks must load the checkpoint, or none, got {told[there]!r} on rank {there} and none on rank"
                 f" {told.index(None)}. Save to a file system that all machines share."
             )
-        type(self._own).resume_start(self._own, checkpoint_path, weights_only)
+        resume(checkpoint_path, weights_only)
+
+    replace(replaced, connector, "dump_checkpoint", dump_together)
+    replace(replaced, connector, "resume_start", resume_together)

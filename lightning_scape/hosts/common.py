@@ -8,16 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, find, method_of
+from lightning_scape.core.method import Method, find, method_of, unwrapped
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.hosts import buffers, setup, two_level
+from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.checkpoints import Checkpoints, StateDictType
 from lightning_scape.hosts.words import Words
 
@@ -28,28 +27,21 @@ _HEARD_WITHIN = 8
 
 
 class Common:
-    """MethodStrategy and FabricMethodStrategy say what its options are.
-
-    Args:
-        strategy: that holds it, not yet made.
-    """
+    """Its arguments are those of MethodStrategy and FabricMethodStrategy; ``method`` is the strategy's."""
 
     def __init__(
         self,
-        strategy: Any,
+        method: str | None,
         config: Any,
         options: Mapping[str, Any],
-        *,
         state_dict_type: StateDictType,
         async_save: bool,
-        checkpoint_io: CheckpointIO | None,
         timeout: timedelta | float | None,
     ) -> None:
-        self.config = setup.resolve_config(strategy.method, config, options)
+        self.config = setup.resolve_config(method, config, options)
         self.method = method_of(self.config)
         self.nodes = two_level.Nodes(self.config)
         self.checkpoints = Checkpoints(state_dict_type, async_save, self.nodes)
-        self.checkpoints.check_io(checkpoint_io)
         self.timeout = as_timeout(timeout)
         self.words = Words(None, 1)
         """Of all ranks, once they have met."""
@@ -63,6 +55,7 @@ class Common:
 
     def meet(self, strategy: Any) -> None:
         """When the process group is up: makes those beside it. Collective."""
+        self.checkpoints.check_io(strategy.checkpoint_io)
         check_same_setup(Communicator(), self._alike)
         self.nodes.set_up(strategy.num_processes, strategy.root_device)
 
@@ -79,9 +72,21 @@ class Common:
             former.close()
         return self.method.attach(optimizer, self.nodes.config, named, self.nodes.process_group)
 
+    def attach_all(self, optimizers: Sequence[Optimizer], module: Module, former: Iterable[Method]) -> list[Method]:
+        """Puts all of a module's optimizers under the method, in place of those it had before. Collective."""
+        check_same_setup(Communicator(), {"optimizers": [type(unwrapped(each)).__name__ for each in optimizers]})
+        if not self.method.exchanges_every_step:
+            setup.check_apart(optimizers)
+        before = {id(each.optimizer): each for each in former}
+        for gone in [before[place] for place in before if place not in map(id, optimizers)]:
+            gone.finish()
+            gone.close()
+        named = list(module.named_parameters())
+        return [before.get(id(each)) or self.attach(each, named) for each in optimizers]
+
     def make_alike(self, modules: Iterable[Module], methods: Iterable[Method]) -> None:
         """Before a validation, a save and the end: rank 0's buffers for all, and equal replicas. Collective."""
-        buffers.share(modules)
+        setup.share_buffers(modules)
         for each in methods:
             each.check_replicas()
 
@@ -91,8 +96,7 @@ def register(strategy: Any, registry: Any) -> None:
 
     What has them already stays, as that of ``litgpt-scape``.
     """
-    method = strategy.method
-    if method is not None and method not in registry:
+    if (method := strategy.method) not in registry:
         what = f"lightning_scape's method {method!r}"
         registry.register(method, strategy, description=what)
         notebooks = f"{what}; processes are forked, for notebooks"

@@ -31,8 +31,8 @@ from lightning_scape.checkpoint.saver import Saver, set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import setup, two_level
-from lightning_scape.hosts.checkpoints import StateDictType
-from lightning_scape.hosts.common import Common, StartMethod, check_start_method, register
+from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, StateDictType
+from lightning_scape.hosts.common import Common, StartMethod, check_start_method
 from lightning_scape.hosts.private_names import BackwardSyncControl, check_strictly
 from lightning_scape.hosts.schedulers import Restored
 
@@ -47,11 +47,8 @@ class FabricMethodStrategy(DDPStrategy):
     Args:
         config: the method's options.
         total_steps: steps of the whole run, if you know them: after the last one all ranks hold the same parameters.
-        accelerator: as in DDPStrategy, as for all that follow.
-        parallel_devices: this node's devices.
-        cluster_environment: how ranks find each other.
+        accelerator, parallel_devices, cluster_environment, precision: as in DDPStrategy, which Lightning sets.
         checkpoint_io: how checkpoints are written.
-        precision: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
@@ -87,13 +84,12 @@ class FabricMethodStrategy(DDPStrategy):
         async_save: bool = False,
         **options: Any,
     ) -> None:
-        saving: Any = {"state_dict_type": state_dict_type, "async_save": async_save, "checkpoint_io": checkpoint_io}
-        self._common = Common(self, config, options, timeout=timeout, **saving)
+        self._common = Common(self.method, config, options, state_dict_type, async_save, timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or ScapeCheckpointIO(),
             precision=precision,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
@@ -105,11 +101,6 @@ class FabricMethodStrategy(DDPStrategy):
         self.total_steps = total_steps
         self.known = Known()
         """What was set up with this strategy."""
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(cls, strategy_registry)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -127,7 +118,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._common.meet(self)
         self._common.new_words(self)
         atexit.register(_finish, weakref.ref(self._checkpoints.saver))  # Fabric never tears a strategy down
-        if isinstance(self.precision, MixedPrecision):
+        if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
 
     @override
@@ -174,7 +165,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
-        for method in self.known.methods_of_all_ranks():
+        for method in self.known.methods():
             method.finish()
         self._make_alike()
 
@@ -234,22 +225,9 @@ class FabricMethodStrategy(DDPStrategy):
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         inner = two_level.within(module)
-        if self._nodes.several:
-            state_dict = two_level.rows(inner, state_dict)
-        super().load_module_state_dict(inner, state_dict, strict=strict)
+        super().load_module_state_dict(inner, self._nodes.rows(inner, state_dict), strict=strict)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = self._checkpoints.io_of(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoints.check_io(io)
-        self._checkpoint_io = io
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
@@ -363,18 +341,14 @@ class Known:
         Call ``sync()`` before, or the first step finds that ranks differ.
         """
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for former in self.methods():
+        for former in find_all(self._numbers):
             held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
             if not former.exchanges_every_step and given & held:
                 former.close()
                 del self._numbers[former.optimizer]
 
     def methods(self) -> list[Method]:
-        """The methods of the optimizers that are alive."""
-        return find_all(self._numbers)
-
-    def methods_of_all_ranks(self) -> list[Method]:
-        """Those that live on all ranks, in the order of building: each rank frees dropped ones in its own time."""
+        """Of what lives on all ranks, in the order of building: each frees dropped ones in its own time. Collective."""
         by_number = {number: optimizer for optimizer, number in self._numbers.items()}
         everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
         return find_all(by_number[number] for number in sorted(everywhere))

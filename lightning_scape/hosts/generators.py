@@ -13,16 +13,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import rng_state, set_rng_state
-from lightning_scape.hosts import guests
 
 
-class Generators(guests.Guest):
-    """Sets the generators where a fit begins, and again where draws have been made that must not count.
+class Generators(Callback):
+    """The Trainer's first callback, for others may draw: while a fit takes up a checkpoint, until its first batch.
+
+    Sets the generators where a fit begins, and again where draws have been made that must not count.
 
     Args:
         saved: their states.
@@ -57,6 +58,10 @@ class Generators(guests.Guest):
         if self._at_once and set_up_again:
             self._set()
 
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
+
     def begin_batches(self) -> None:
         """When the first batch is there: sets the generators for the last time, if need be."""
         if self._at_first_batch is not None:
@@ -80,10 +85,3 @@ def _validation_was_due(trainer: Trainer) -> bool:
         return False
     batches = (done.total_batch_idx if every is None else done.batch_idx) + 1
     return interval == math.inf or batches % interval == 0
-
-
-def attach(trainer: Trainer, saved: Mapping[str, Any]) -> Generators:
-    """While a fit takes up a checkpoint: before all other callbacks, which may draw."""
-    guest = Generators(saved)
-    guests.insert_first(trainer, guest)
-    return guest

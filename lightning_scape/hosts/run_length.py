@@ -7,7 +7,7 @@ import math
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_scape.hosts.guests import callbacks_of
+from lightning_scape.hosts.replaced import callbacks_of
 
 
 def steps_of_run(trainer: Trainer) -> float | None:
@@ -16,9 +16,17 @@ def steps_of_run(trainer: Trainer) -> float | None:
     With manual optimization the module steps its optimizers when it likes. Then only ``max_steps`` bounds them, which
     counts the steps of all.
     """
-    manual = not trainer.lightning_module.automatic_optimization
-    steps = trainer.max_steps if manual else min([trainer.estimated_stepping_batches, *_by_epochs(trainer)])
+    bounds = [trainer.max_steps if trainer.max_steps >= 0 else math.inf]
+    if trainer.lightning_module.automatic_optimization:
+        bounds += _by_epochs(trainer) or [trainer.estimated_stepping_batches]
+    steps = min(bounds)
     return steps if 0 <= steps < math.inf else None
+
+
+def is_last_step(trainer: Trainer) -> bool:
+    """Whether the run ends with the step under way, where that is known."""
+    automatic: bool = trainer.lightning_module.automatic_optimization
+    return automatic and steps_of_run(trainer) == trainer.global_step + 1
 
 
 def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
@@ -55,17 +56,6 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
             " one of the two, or use `dataclasses.replace(config, ...)`."
         )
     return config
-
-
-def check_alike(optimizers: Iterable[object]) -> None:
-    """Raises ``ValueError`` on every rank if ranks have built other kinds of optimizers. Collective."""
-    first, *others = Communicator().all_gather_object([type(method.unwrapped(each)).__name__ for each in optimizers])
-    for rank, kinds in enumerate(others, 1):
-        if kinds != first:
-            raise ValueError(
-                f"All ranks must build the same optimizers, got {', '.join(kinds) or 'none'} on rank {rank} and"
-                f" {', '.join(first) or 'none'} on rank 0. Return the same from `configure_optimizers` on every rank."
-            )
 
 
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
@@ -116,13 +106,13 @@ def attached(optimizer: object) -> method.Method:
     return found
 
 
-def sharded_scaler(scaler: GradScaler | None) -> GradScaler | None:
+def sharded_scaler(scaler: GradScaler) -> GradScaler:
     """A scaler by which all ranks skip a step if one of them met an inf; a plain one decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
-    for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
+    for it. The scale and how it grows are those of ``scaler``. With one rank nothing changes.
     """
-    if scaler is None or not scaler.is_enabled() or world_size() == 1:
+    if not scaler.is_enabled() or world_size() == 1:
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -145,6 +135,30 @@ def start_equal(module: nn.Module) -> None:
         setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
         check_same_setup(ranks, setup)
     broadcast_tensors(state)
+
+
+def share_buffers(modules: Iterable[nn.Module]) -> None:
+    """Overwrites the modules' buffers with rank 0's, but for those that DDP was told to leave alone. Collective.
+
+    Those that a module updates from its own batch (BatchNorm's statistics) DDP hands on before each forward pass. Here
+    each rank trains on with its own. Before a validation, a save and the end all take rank 0's, so that what is
+    validated and saved is one model.
+
+    Raises:
+        ValueError: ranks have different buffers by now; on every rank.
+    """
+    ranks = Communicator()
+    if ranks.world_size == 1:
+        return
+    buffers = {
+        name: buffer
+        for module in modules
+        for name, buffer in module.named_buffers()
+        if can_be_sent(buffer) and not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
+    }
+    described = [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers.items()]
+    check_same_setup(ranks, {"buffers": described})
+    broadcast_tensors(buffers.values())
 
 
 def check_apart(optimizers: Iterable[Optimizer]) -> None:

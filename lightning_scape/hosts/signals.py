@@ -7,20 +7,18 @@ the fit ends after this batch, callbacks save what they save on an exception; or
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.core.method import find_all
-from lightning_scape.hosts import guests
 from lightning_scape.hosts.private_names import (
     BROADCAST,
     REQUEUE_HANDLER,
@@ -29,6 +27,7 @@ from lightning_scape.hosts.private_names import (
     signals,
     skips_backward,
 )
+from lightning_scape.hosts.replaced import callbacks_of, insert, insert_first, replace
 from lightning_scape.hosts.run_length import ends_epoch
 from lightning_scape.hosts.words import Words
 
@@ -41,28 +40,27 @@ def ends_together(exception: BaseException) -> bool:
     return isinstance(exception, SIGTERMException)
 
 
-class Signals(guests.Guest):
+class Signals(Callback):
     """Notes signals in place of Lightning's handlers, and does what those do when all ranks have heard of them.
 
     Args:
         trainer: the one that gets the signals; its handlers are not registered yet.
         words: say what was noted.
+        saver: of the checkpoints.
+        replaced: takes it out of the Trainer.
     """
 
-    def __init__(self, trainer: Trainer, words: Words) -> None:
-        self._words, self._launcher = words, trainer.strategy.launcher
-        self._requeue = getattr(signals(trainer), REQUEUE_HANDLER)
+    def __init__(self, trainer: Trainer, words: Words, saver: Saver, replaced: ExitStack) -> None:
+        self._words, self._saver, self._replaced = words, saver, replaced
+        self._launcher, self._requeue = trainer.strategy.launcher, getattr(signals(trainer), REQUEUE_HANDLER)
         self._signum, self._has_saved, self._has_said = 0, False, False
-        self._silenced: list[Callback] = []
         self.failed_alone = False
         """Whether this rank has met an error, and others have not."""
-        setattr(signals(trainer), SIGTERM_HANDLER, self._note_stop)
-        setattr(signals(trainer), REQUEUE_HANDLER, self._note_save)
-        setattr(trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy is nobody's handler."""
-        return {**vars(self), "_launcher": None, "_requeue": None, "_silenced": []}
+        replace(replaced, signals(trainer), SIGTERM_HANDLER, self._note_stop)
+        replace(replaced, signals(trainer), REQUEUE_HANDLER, self._note_save)
+        replace(replaced, trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
+        insert(replaced, trainer, self)
+        insert_first(replaced, trainer, End(words))
 
     def _note_stop(self, signum: int, frame: Any) -> None:
         if self._launcher is not None and not self._words.stop:
@@ -81,8 +79,10 @@ class Signals(guests.Guest):
             # statistics are measured with it.
             end_windows(trainer)
         self._words.begin_batch(last=ends_epoch(trainer))
-        loop = trainer.fit_loop.epoch_loop
-        if loop.batch_progress.is_last_batch and loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        for method in find_all(trainer.optimizers):  # not in the step: a module may step an optimizer that it has kept
+            method.announce_batch(progress.current.ready)
+        if progress.is_last_batch and progress.current.ready % trainer.accumulate_grad_batches:
             self._words.hear()
 
     @override
@@ -103,8 +103,9 @@ class Signals(guests.Guest):
         if self._words.save_heard and not self._has_saved and not accumulates(trainer):
             self._has_saved, self._words.save = True, False
             rank_zero_info(f"SLURM's signal: all ranks save after step {trainer.global_step}.")
-            with _waiting_for_files(trainer):
-                self._requeue(self._signum, None)
+            asynchronous, self._saver.asynchronous = self._saver.asynchronous, False  # the job may end right after it
+            self._requeue(self._signum, None)
+            self._saver.asynchronous = asynchronous
         if self._words.stop_heard and not trainer.received_sigterm:
             rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
             signals(trainer).received_sigterm = True
@@ -145,13 +146,12 @@ class Signals(guests.Guest):
         """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
         if ends_together(exception):
             return
-        saving = [callback for callback in guests.callbacks_of(trainer) if _saves(callback)]
+        saving = [callback for callback in callbacks_of(trainer) if _saves(callback)]
         self.failed_alone = not self._words.all_failed(FAILING_SECONDS)
         if not self.failed_alone:
             return
         for callback in saving:
-            callback.on_exception = _say_nothing  # type: ignore[assignment, method-assign]
-            self._silenced.append(callback)
+            replace(self._replaced, callback, "on_exception", _say_nothing)
         if saving:
             warnings.warn(
                 f"All ranks must save together, got {type(exception).__name__} on rank {trainer.global_rank} and not on"
@@ -159,19 +159,8 @@ class Signals(guests.Guest):
                 stacklevel=2,
             )
 
-    @override
-    def leave(self, trainer: Trainer) -> None:
-        for owner, names in (
-            (signals(trainer), (SIGTERM_HANDLER, REQUEUE_HANDLER)),
-            (trainer.fit_loop.epoch_loop, (BROADCAST,)),
-            *((callback, ("on_exception",)) for callback in self._silenced),
-        ):
-            for name in names:
-                vars(owner).pop(name, None)
-        self._silenced.clear()
 
-
-class End(guests.Guest):
+class End(Callback):
     """The Trainer's first callback: ends an open window before others write an average of all steps into the module.
 
     In an open window the average would count as learned, and the exchange would send only its largest entries.
@@ -204,25 +193,3 @@ def _saves(callback: Callback) -> bool:
     if isinstance(callback, ModelCheckpoint):
         return bool(callback.save_on_exception)
     return isinstance(callback, Checkpoint) and type(callback).on_exception is not Callback.on_exception
-
-
-@contextlib.contextmanager
-def _waiting_for_files(trainer: Trainer) -> Iterator[None]:
-    """Within it ``save_checkpoint`` returns when the checkpoint is there: the job may end right after it."""
-    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
-
-    def save_and_wait(*args: Any, **kwargs: Any) -> None:
-        save(*args, **kwargs)
-        strategy: Any = trainer.strategy
-        strategy.wait_for_checkpoint()
-        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-            strategy.checkpoint_io.teardown()  # it waits; the next save starts it again
-        trainer.strategy.barrier()
-
-    trainer.save_checkpoint = save_and_wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        vars(trainer).pop("save_checkpoint")
-        if before is not None:
-            trainer.save_checkpoint = before  # type: ignore[method-assign]

@@ -30,12 +30,14 @@ from typing_extensions import override
 from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator, leave_groups
 from lightning_scape.core.method import Method, find
-from lightning_scape.hosts import generators, guests, setup, signals, two_level
-from lightning_scape.hosts.checkpoints import ConnectorOfAll, StateDictType
-from lightning_scape.hosts.common import Common, StartMethod, check_start_method, register
+from lightning_scape.hosts import setup, signals, two_level
+from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, StateDictType, act_together
+from lightning_scape.hosts.common import Common, StartMethod, check_start_method
+from lightning_scape.hosts.generators import Generators
 from lightning_scape.hosts.private_names import NoOptimizer
-from lightning_scape.hosts.run_length import steps_of_run
-from lightning_scape.hosts.schedulers import with_live
+from lightning_scape.hosts.replaced import callbacks_of, insert_first, replace
+from lightning_scape.hosts.run_length import is_last_step
+from lightning_scape.hosts.schedulers import as_data, with_live
 
 
 class MethodStrategy(DDPStrategy):
@@ -47,11 +49,8 @@ class MethodStrategy(DDPStrategy):
 
     Args:
         config: the method's options.
-        accelerator: as in DDPStrategy, as for all that follow.
-        parallel_devices: this node's devices.
-        cluster_environment: how ranks find each other.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: as in DDPStrategy, which Lightning sets.
         checkpoint_io: how checkpoints are written.
-        precision_plugin: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
@@ -85,13 +84,12 @@ class MethodStrategy(DDPStrategy):
         async_save: bool = False,
         **options: Any,
     ) -> None:
-        saving: Any = {"state_dict_type": state_dict_type, "async_save": async_save, "checkpoint_io": checkpoint_io}
-        self._common = Common(self, config, options, timeout=timeout, **saving)
+        self._common = Common(self.method, config, options, state_dict_type, async_save, timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or ScapeCheckpointIO(),
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
@@ -102,21 +100,15 @@ class MethodStrategy(DDPStrategy):
         self._methods: list[Method] = []
         """Of the fit's optimizers."""
         self._fitting = self._interrupted = False
-        self._steps: float | None = None
-        """Steps of the run, if known; set when the training starts."""
+        self._replaced = ExitStack()
+        """Puts back what is replaced in the Trainer, its callbacks and its precision plugin."""
         self._signals: signals.Signals | None = None
-        self._connector = ConnectorOfAll()
         self._saved_rng: Any = None
-        self._generators: generators.Generators | None = None
+        self._generators: Generators | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
-        return {**vars(self), "_methods": [], "_fitting": False}
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(cls, strategy_registry)
+        return {**vars(self), "_methods": [], "_fitting": False, "_replaced": ExitStack(), "_signals": None}
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -129,8 +121,6 @@ class MethodStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # ------------------------------------------------------------------------------------------------- the set-up
-
     @override
     def _configure_launcher(self) -> None:
         check_start_method(type(self).__name__, self._common.method.name, self._start_method)
@@ -139,40 +129,17 @@ class MethodStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._interrupted = False
-        if self.lightning_module is not None:
-            self._connector.attach(trainer := self.lightning_module.trainer)
-            if trainer.state.fn == TrainerFn.FITTING:
-                guests.detach(trainer)
-                self._signals = signals.Signals(trainer, self._common.new_words(self))
-                guests.insert(trainer, self._signals)
-                guests.insert_first(trainer, signals.End(self._common.words))
-
-    @override
-    def setup_distributed(self) -> None:
-        super().setup_distributed()
         self._common.meet(self)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        if not self._nodes.several:
-            super().setup(trainer)
+        self._interrupted = False
+        if self.lightning_module is None:
             return
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            guests.check_sharded(trainer)
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        # For evaluation too: the model may not fit on one rank.
-        self._nodes.shard(self.model, self.root_device, self.precision_plugin.precision)
-        self.model = two_level.ThroughForward(self.model)
-        if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
+        trainer = self.lightning_module.trainer
+        self._replaced.close()
+        act_together(self._replaced, trainer, self._before_save)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._nodes.check_callbacks(callbacks_of(trainer))
+            words = self._common.new_words(self)
+            self._signals = signals.Signals(trainer, words, self._checkpoints.saver, self._replaced)
 
     @override
     def tensor_init_context(  # type: ignore[override]
@@ -183,72 +150,59 @@ class MethodStrategy(DDPStrategy):
         return super().tensor_init_context(empty_init)
 
     @override
+    def model_to_device(self) -> None:
+        if not self._nodes.several:
+            super().model_to_device()
+            return
+        # For evaluation too: the model may not fit on one rank.
+        self._nodes.shard(self._module, self.root_device, self.precision_plugin.precision)
+        self.model = two_level.ThroughForward(self._module)
+
+    @override
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
-        assert self.model is not None
-        setup.start_equal(self.model)
+        if not self._nodes.several:
+            setup.start_equal(self._module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Puts the user's optimizers under the method. Collective; also in mid-training, after a change of theirs."""
         self._fitting = False  # until it is known that all ranks have built the same
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
-        setup.check_alike(given := [each for each in self.optimizers if not isinstance(each, NoOptimizer)])
+        given = [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
+        self._methods = self._common.attach_all(given, self._module, self._methods)
         self._fitting = True
-        if not self._common.method.exchanges_every_step:
-            setup.check_apart(given)
-        before = {id(each.optimizer): each for each in self._methods}
-        for gone in [each for each in self._methods if not any(each.optimizer is one for one in given)]:
-            gone.finish()
-            gone.close()
-        named = list(self._module.named_parameters())
-        self._methods = [before.get(id(each)) or self._common.attach(each, named) for each in given]
 
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            plugin.scaler = setup.sharded_scaler(plugin.scaler)
-        if not self._common.method.clips:  # each rank clips its own gradient, as the plugin does it
-            return
-        # Lightning asks the plugin to clip and never the strategy. The plugin's class must keep its name, under which
-        # checkpoints hold the scaler's state.
-        plugin.clip_gradients = setup.clip_gradients  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            own, shared = plugin.scaler, setup.sharded_scaler(plugin.scaler)
+            replace(self._replaced, plugin, "scaler", shared)
+            self._replaced.callback(lambda: own.load_state_dict(shared.state_dict()))
+        if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
+            replace(self._replaced, plugin, "clip_gradients", setup.clip_gradients)
 
     # ------------------------------------------------------------------------------------------------- the training
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if not self._methods:
-            return
-        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
-        # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
-        self._steps = steps_of_run(self._module.trainer)
         for each in self._methods:
             rank_zero_info(each.summary())
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._module.trainer.training:
-            self._begin_batches()
+        if self._generators is not None and self._module.trainer.training:
+            self._generators.begin_batches()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
-        trainer = self._module.trainer
-        for each in self._methods:  # not where the host steps: a module may step an optimizer that it has kept
-            each.announce_batch(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         assert self._signals is not None
-        self._signals.before_batch(trainer, batch_idx)
-
-    def _begin_batches(self) -> None:
-        if self._generators is not None:
-            self._generators.begin_batches()
-            self._generators = None
+        self._signals.before_batch(self._module.trainer, batch_idx)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -262,8 +216,7 @@ class MethodStrategy(DDPStrategy):
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
-        last = self._module.automatic_optimization and self._steps == self._module.global_step + 1
-        if method is not None and last:
+        if method is not None and is_last_step(self._module.trainer):
             method.finish()
         return result
 
@@ -284,8 +237,6 @@ class MethodStrategy(DDPStrategy):
         if self._fitting:
             self._common.make_alike([self._module], self._methods)
 
-    # ------------------------------------------------------------------------------------------------- the end
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
@@ -299,25 +250,13 @@ class MethodStrategy(DDPStrategy):
         quiet = suppress(Exception) if self._interrupted else nullcontext()
         with quiet, ExitStack() as parts:  # from the last one to the first, whatever becomes of each
             parts.callback(self._tear_down)
-            parts.callback(self._put_back)
+            parts.callback(self._replaced.close)
             parts.callback(self._checkpoints.saver.finish, raising=not self._interrupted)
-            parts.callback(self._end_fit)
-            for each in () if self._interrupted else self._methods:
-                parts.callback(each.drain)
-
-    def _end_fit(self) -> None:
-        """The user's optimizers are torch's again. Sends nothing; a checkpoint may still be saved."""
-        self._fitting = False
-        for each in self._methods:
-            each.give_back()
-        self._methods, self._steps = [], None
-
-    def _put_back(self) -> None:
-        """Puts the Trainer's own parts back."""
-        if self._signals is not None:
-            guests.detach(self._module.trainer)
-            self._signals = None
-        vars(self.precision_plugin).pop("clip_gradients", None)
+            for each in self._methods:  # the user's optimizers are torch's again; they may still be saved
+                parts.callback(each.give_back)
+                if not self._interrupted:
+                    parts.callback(each.drain)
+            self._fitting, self._methods, self._signals = False, [], None
 
     def _tear_down(self) -> None:
         if not self._nodes.several:
@@ -334,21 +273,10 @@ class MethodStrategy(DDPStrategy):
 
     @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = self._checkpoints.io_of(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoints.check_io(io)
-        self._checkpoint_io = io
-
-    @property
-    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return self._nodes.several  # before, a module on the meta device has no memory
 
-    def before_save(self) -> None:
+    def _before_save(self) -> None:
         """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
         self._common.words.before_save()
         self._make_alike()
@@ -363,10 +291,9 @@ class MethodStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
-
-        def write(content: dict[str, Any], path: Any) -> None:
-            self.checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
-
+        if "lr_schedulers" in checkpoint:
+            checkpoint["lr_schedulers"] = [as_data(state) for state in checkpoint["lr_schedulers"]]
+        write = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         self._checkpoints.save(checkpoint, self.broadcast(str(filepath)), storage_options is not None, write)
         if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
             self.wait_for_checkpoint()
@@ -383,9 +310,8 @@ class MethodStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._nodes.several:
-            checkpoint = {**checkpoint, "state_dict": two_level.rows(self._module, checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
+        state = self._nodes.rows(self._module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -396,8 +322,9 @@ class MethodStrategy(DDPStrategy):
         states = checkpoint.get("lr_schedulers", [])
         for place, (config, state) in enumerate(zip(self.lr_scheduler_configs, states, strict=False)):
             states[place] = with_live(config.scheduler, state)
-        rng, self._saved_rng = self._saved_rng, None
-        self._generators = None if rng is None else generators.attach(self._module.trainer, rng)
+        if self._saved_rng is not None:
+            self._generators, self._saved_rng = Generators(self._saved_rng), None
+            insert_first(self._replaced, self._module.trainer, self._generators)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Nodes of several ranks: which ranks form a node, and a module sharded over them by FSDP2. Knows no host.
+"""Nodes of several ranks: which ranks form a node, and a module sharded over them by FSDP2. Knows no strategy.
 
 A module that the user has sharded over ``strategy.device_mesh["shard"]`` (``LightningModule.configure_model``, as with
 Lightning's ModelParallelStrategy) stays as it is. Of any other the members of its ModuleLists are gathered and freed
@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_scape.comm.collectives import ProcessGroup, broadcast_tensors, new_node_groups, world_size
 from lightning_scape.core.local_shards import local, note_uses
+from lightning_scape.core.private_names import IGNORED_BY_DDP
 from lightning_scape.hosts.private_names import materialize
 
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, str], DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -89,6 +92,16 @@ class Nodes:
             meshes[size, device.type] = mesh
         self.mesh = meshes[size, device.type]
 
+    def check_callbacks(self, callbacks: Iterable[Callback]) -> None:
+        """Raises ``ValueError`` for callbacks that a sharded module cannot have."""
+        kinds = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
+        found = [type(each).__name__ for each in callbacks if isinstance(each, kinds)]
+        if self.several and found:
+            raise ValueError(
+                f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which"
+                " needs whole ones. Leave it out, or leave out `local_group_size`."
+            )
+
     def shard(self, module: nn.Module, device: torch.device, precision: str) -> None:
         """Shards what the user has not; all ranks begin as rank 0. Collective.
 
@@ -133,6 +146,20 @@ class Nodes:
         """Gives an optimizer that was built before its module was sharded the sharded parameters."""
         for group in optimizer.param_groups if self._replaced is not None else ():
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
+
+    def rows(self, module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Of a module's whole state dict what this rank holds."""
+        if not self.several:
+            return state_dict
+        found = dict(state_dict)
+        for name, own in module.state_dict().items():
+            given = found.get(name)
+            if not isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == own.shape:  # else load_state_dict says what is wrong
+                there = given.to(own.device)
+                found[name] = distribute_tensor(there, own.device_mesh, own.placements, src_data_rank=None)
+        return found
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -236,6 +263,8 @@ class ThroughForward(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        # Ranks are equal. Before an evaluation Lightning would broadcast what they hold, as after DDP's wrapper.
+        setattr(self, IGNORED_BY_DDP, [name for name, _ in (*self.named_parameters(), *self.named_buffers())])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -266,14 +295,3 @@ def whole(content: Any, keep: bool) -> Any:
         return content
     tensor = content.full_tensor()
     return tensor.detach().cpu() if keep else None
-
-
-def rows(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a module's whole state dict what this rank holds."""
-    mine, found = module.state_dict(), dict(state_dict)
-    for name, given in state_dict.items():
-        own = mine.get(name)
-        whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
-        if isinstance(own, DTensor) and whole and given.shape == own.shape:  # else load_state_dict says what is wrong
-            found[name] = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-    return found
