@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -144,13 +145,22 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        _check_optimizer(optimizer)
         self._nodes.follow_replaced(optimizer)
-        self.known.close_those_replaced_by(optimizer)
+        self._close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
         rank_zero_info(self._common.attach(optimizer, named).summary())
-        self.known.add_optimizer(optimizer)
+        self.known.optimizers[optimizer] = next(self.known.number)
         return optimizer
+
+    def _close_those_replaced_by(self, optimizer: Optimizer) -> None:
+        """For a method that works in hooks of the user's optimizers: those of the same parameters must not go on.
+
+        Who has not called ``sync()`` before is told at the first step that ranks differ.
+        """
+        for former in [] if self._common.method.exchanges_every_step else find_all(self.known.optimizers):
+            if not {*_parameters(former.optimizer)}.isdisjoint(_parameters(optimizer)):
+                former.close()
+                del self.known.optimizers[former.optimizer]
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -322,49 +332,29 @@ class Known:
     def __init__(self) -> None:
         self.modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         """In the order in which they were set up."""
-        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers under the method, as the user steps them, with their numbers; all ranks count alike."""
-        self._count = 0
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Those under the method, as the user steps them, with their numbers."""
+        self.number = itertools.count()
+        """Of the next: all ranks count alike."""
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
         return Known, ()
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer that the user steps."""
-        self._numbers[optimizer] = self._count
-        self._count += 1
-
-    def close_those_replaced_by(self, optimizer: Optimizer) -> None:
-        """For a method that works in hooks of the user's optimizers: those of the same parameters must not go on.
-
-        Call ``sync()`` before, or the first step finds that ranks differ.
-        """
-        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for former in find_all(self._numbers):
-            held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
-            if not former.exchanges_every_step and given & held:
-                former.close()
-                del self._numbers[former.optimizer]
-
     def methods(self) -> list[Method]:
         """Of what lives on all ranks, in the order of building: each frees dropped ones in its own time. Collective."""
-        by_number = {number: optimizer for optimizer, number in self._numbers.items()}
+        by_number = {number: optimizer for optimizer, number in self.optimizers.items()}
         everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
         return find_all(by_number[number] for number in sorted(everywhere))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _with_stand_ins(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state, with stand-ins for schedulers that give and take data only."""
     return {name: Restored(value) if isinstance(value, LRScheduler) else value for name, value in state.items()}
-
-
-def _check_optimizer(given: object) -> None:
-    if not isinstance(given, Optimizer):
-        raise TypeError(
-            f"Fabric must set up optimizers of torch's, got {type(given).__name__}. Leave it out; give a scheduler by"
-            " its name: `fabric.setup(model, optimizer, scheduler=scheduler)`."
-        )
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:
