@@ -59,7 +59,6 @@ def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
     assert ScapeStrategy(0.9).config == ScapeStrategy(sparsity=0.9).config == ScapeConfig(sparsity=0.9)
     config = ScapeConfig(sparsity=0.9, max_skipped=3)
     assert ScapeStrategy(config=config).config is config
-    assert ScapeStrategy(config=config, max_skipped=3).config is config
     assert MethodStrategy(config).config is FabricMethodStrategy(config).config is config
     with pytest.raises(ValueError, match=r"`sparsity` must be a number in .*, got 1.5"):
         ScapeStrategy(sparsity=1.5)
@@ -68,13 +67,12 @@ def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("give", "told"),
     [
-        (lambda: ScapeStrategy(0.99, config=ScapeConfig(sparsity=0.9)), r"sparsity=0.99 \(config: 0.9\)"),
-        (lambda: FabricScapeStrategy(max_skipped=10, config=ScapeConfig(max_skipped=3)), r"=10 \(config: 3\)"),
-        (lambda: MethodStrategy(ScapeConfig(sparsity=0.9), sparsity=0.99), r"sparsity=0.99 \(config: 0.9\)"),
-        (lambda: SparseLoCoStrategy(30, config=SparseLoCoConfig(sync_every=9)), r"sync_every=30 \(config: 9\)"),
+        (lambda: ScapeStrategy(0.99, config=ScapeConfig(sparsity=0.9)), "got `config` and sparsity=0.99"),
+        (lambda: FabricScapeStrategy(max_skipped=10, config=ScapeConfig()), "got `config` and max_skipped=10"),
+        (lambda: MethodStrategy(ScapeConfig(sparsity=0.9), sparsity=0.99), "got `config` and sparsity=0.99"),
     ],
 )
-def test_an_option_given_differently_in_config_and_by_name_is_an_error(give: Any, told: str) -> None:
+def test_an_option_given_in_config_and_by_name_is_an_error(give: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         give()
 

@@ -61,7 +61,7 @@ class FabricMethodStrategy(DDPStrategy):
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
-        ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        ValueError: an option is outside its rule, or is given by name beside ``config``.
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
     Args:
         name: of the method; None: ``config`` says which.
         config: a whole configuration, or None.
-        options: those of the method that were given by name. None counts as not given if it is the default.
+        options: those of the method that were given by name.
 
     Raises:
-        ValueError: an option is outside its rule, or contradicts ``config``.
+        ValueError: an option is outside its rule, or is given beside ``config``.
         TypeError: ``config`` is not one of this method, or there is no such option.
     """
     kind = (method.method_of(config) if name is None else method.named(name)).config_class
@@ -39,21 +39,11 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
             f"`config` must be a {kind.__name__} or None, got {config!r}. Write"
             f" `config={kind.__name__}({first.name}={first.default})`, or pass the options themselves by name."
         )
-    defaults = {field.name: field.default for field in fields(kind)}
-    given = {
-        option: value for option, value in options.items() if value is not None or defaults.get(option, ...) is not None
-    }
-    # Compared as a configuration, in which "cpu" and torch.device("cpu") are the same.
-    merged = replace(config, **given)
-    clashes = [
-        f"{option}={value!r} (config: {getattr(config, option)!r})"
-        for option, value in given.items()
-        if getattr(merged, option) != getattr(config, option)
-    ]
-    if clashes:
+    if options:
         raise ValueError(
-            f"An option may be given by name or in `config`, not differently in both; got {', '.join(clashes)}. Drop"
-            " one of the two, or use `dataclasses.replace(config, ...)`."
+            "Options must be given by name or in `config`, not in both, got `config` and"
+            f" {', '.join(f'{option}={value!r}' for option, value in options.items())}. Drop one of the two, or use"
+            " `dataclasses.replace(config, ...)`."
         )
     return config
 
