@@ -145,15 +145,6 @@ class Method(ABC):
     def summary(self) -> str:
         """A line for the start of a run: what is sent, how often."""
 
-    @abstractmethod
-    def bytes_of_steps(self, first: int, last: int) -> int:
-        """Bytes that this rank sends from step ``first`` up to (not including) ``last``.
-
-        Args:
-            first: steps that were taken before.
-            last: steps of the whole run.
-        """
-
     @property
     @abstractmethod
     def dense_bytes(self) -> int:

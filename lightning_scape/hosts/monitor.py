@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.core.words import show_bytes, show_times
 from lightning_scape.hosts.private_names import logged_step
-from lightning_scape.hosts.run_length import steps_of_optimizer
 
 
 class ScapeMonitor(Callback):
@@ -27,9 +26,9 @@ class ScapeMonitor(Callback):
     the method's name, ``scape/...`` (``scape-0/...``, ``scape-1/...`` with several optimizers), on the step axis of the
     metrics that the module logs. A few also go to the progress bar, and so to ``trainer.callback_metrics``.
 
-    A line at the start of a fit says what it will send, if its length is known, and one at the end what it has sent;
-    DDP (with ``local_group_size`` above 1: HSDP, between nodes) stands beside it. Bytes are those of messages, without
-    protocol headers, which take some 2% more. ``lightning-scape report`` draws what a CSV logger has kept.
+    A line at the end of a fit says what it has sent; DDP (with ``local_group_size`` above 1: HSDP, between nodes)
+    stands beside it. Bytes are those of messages, without protocol headers, which take some 2% more.
+    ``lightning-scape report`` draws what a CSV logger has kept, ``lightning-scape plan`` says what a run will send.
 
     Args:
         every_n_steps: optimizer steps from one report to the next, >= 1.
@@ -44,7 +43,7 @@ class ScapeMonitor(Callback):
                 f"`every_n_steps` must be a whole number >= 1, got {every_n_steps!r}. Drop the callback to log nothing."
             )
         self.every_n_steps = every_n_steps
-        self._due, self._began, self._announced = 0, 0.0, False
+        self._due, self._began = 0, 0.0
         self._before: list[tuple[int, int]] = []
         """Of each optimizer, when the fit began: steps that it had taken, and bytes that this rank had sent for it."""
 
@@ -58,22 +57,6 @@ class ScapeMonitor(Callback):
             )
         self._due, self._began = trainer.global_step // self.every_n_steps, time.perf_counter()
         self._before = [(each.steps, each.communicator.traffic.total) for each in methods]
-        self._announced = False
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._announced:
-            return
-        self._announced = True  # not in `on_train_start`: the strategy tells its methods the run's length after that
-        methods = find_all(trainer.optimizers)
-        first = methods[0].steps
-        # With manual optimization several optimizers may step as often as they like.
-        known = len(methods) == 1 or pl_module.automatic_optimization
-        steps = steps_of_optimizer(trainer, first) if known else None
-        if steps is not None and steps > first:
-            sent = sum(each.bytes_of_steps(first, int(steps)) for each in methods)
-            dense = sum((int(steps) - first) * each.dense_bytes for each in methods)
-            _say(trainer, methods, "will send", sent, dense, int(steps) - first)
 
     @override
     def on_train_batch_end(
@@ -102,8 +85,14 @@ class ScapeMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         methods = find_all(trainer.optimizers)
         runs = [self._run(place, method) for place, method in enumerate(methods)]
-        if runs:
-            _say(trainer, methods, "has sent", sum(run[1] for run in runs), sum(run[2] for run in runs), runs[0][0])
+        sent, dense = sum(run[1] for run in runs), sum(run[2] for run in runs)
+        if sent and dense:
+            nodes = getattr(trainer.strategy, "device_mesh", None) is not None
+            beside, where = ("HSDP", " to other nodes") if nodes else ("DDP", "")
+            rank_zero_info(
+                f"{methods[0].title}: rank 0 has sent {show_bytes(sent)}{where} in {runs[0][0]:,} steps, checkpoints"
+                f" left out; {beside} {show_bytes(dense)}, {show_times(dense / sent)} times as much."
+            )
 
     def _run(self, place: int, method: Method) -> tuple[int, int, int]:
         """Steps of an optimizer in this fit, bytes that this rank has sent, and those that DDP would have sent."""
@@ -116,14 +105,3 @@ def _with_prefixes(methods: list[Method]) -> Iterator[tuple[str, Method]]:
     """Each method with its metrics' prefix: ``scape``, or ``scape-0``, ``scape-1``, ... with several optimizers."""
     for index, method in enumerate(methods):
         yield method.name if len(methods) == 1 else f"{method.name}-{index}", method
-
-
-def _say(trainer: Trainer, methods: list[Method], what: str, sent: int, dense: int, steps: int) -> None:
-    """One line, if anything is sent."""
-    if sent and dense:
-        nodes = getattr(trainer.strategy, "device_mesh", None) is not None
-        beside, where = ("HSDP", " to other nodes") if nodes else ("DDP", "")
-        rank_zero_info(
-            f"{methods[0].title}: rank 0 {what} {show_bytes(sent)}{where} in {steps:,} steps, checkpoints left out;"
-            f" {beside} {show_bytes(dense)}, {show_times(dense / sent)} times as much."
-        )

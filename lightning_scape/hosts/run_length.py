@@ -29,17 +29,6 @@ def is_last_step(trainer: Trainer) -> bool:
     return automatic and steps_of_run(trainer) == trainer.global_step + 1
 
 
-def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
-    """The same, at most, in an optimizer's own count, which begins anew with a second fit.
-
-    Args:
-        trainer: at the start of a fit.
-        taken: steps that the optimizer has taken.
-    """
-    steps = steps_of_run(trainer)
-    return None if steps is None else steps - trainer.global_step + taken
-
-
 def _by_epochs(trainer: Trainer) -> list[float]:
     """Steps if a schedule over epochs accumulates batches, of which Lightning's estimate knows nothing."""
     batches, epochs = trainer.num_training_batches, trainer.max_epochs

@@ -15,7 +15,6 @@ from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import run_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
@@ -99,10 +98,6 @@ class ScapeMethod(Method):
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
             f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."
         )
-
-    @override
-    def bytes_of_steps(self, first: int, last: int) -> int:
-        return run_bytes(self.scape.schedule, self.scape.engine.step_bytes, last, first)
 
     @property
     @override

@@ -271,14 +271,6 @@ class SparseLoCo(Method):
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
         return f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {how_much}."
 
-    @override
-    def bytes_of_steps(self, first: int, last: int) -> int:
-        """A run ends with an exchange, however short its last window is."""
-        every = self.config.sync_every
-        began = self.progress.steps - self.progress.in_window  # a fit before it has ended its own last window
-        exchanges = -(-(last - began) // every) - (first - began) // every
-        return exchanges * self.exchange_bytes
-
     @property
     @override
     def dense_bytes(self) -> int:
