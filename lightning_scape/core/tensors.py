@@ -45,14 +45,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def can_be_sent(tensor: Tensor) -> bool:
-    """Whether each entry has memory of its own, from which it can be read and into which it can be written."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        return False
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return not (expanded and tensor.numel())
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's entries fill one run of memory, in whatever order."""
     expected = 1

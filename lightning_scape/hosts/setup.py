@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -15,7 +15,6 @@ from lightning_scape.comm.collectives import Communicator, broadcast_tensors, wo
 from lightning_scape.core import method
 from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.core.tensors import can_be_sent
 
 
 def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) -> Any:
@@ -116,14 +115,16 @@ def sharded_scaler(scaler: GradScaler) -> GradScaler:
 def start_equal(module: nn.Module) -> None:
     """Gives all ranks the parameters and buffers of rank 0, as DDP's constructor does. Collective.
 
+    Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
+
     Raises:
         ValueError: ranks have built different modules; on every rank.
     """
-    ranks = Communicator()
-    state = ranks.raise_on_all_ranks(lambda: module_state(module))
-    if ranks.world_size > 1:
-        setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
-        check_same_setup(ranks, setup)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    ignored = getattr(module, IGNORED_BY_DDP, ())
+    state = [tensor for name, tensor in named if tensor.requires_grad or name not in ignored]
+    described = [(tuple(each.shape), str(each.dtype)) for each in state]
+    check_same_setup(Communicator(), {"parameters and buffers": described})
     broadcast_tensors(state)
 
 
@@ -137,18 +138,15 @@ def share_buffers(modules: Iterable[nn.Module]) -> None:
     Raises:
         ValueError: ranks have different buffers by now; on every rank.
     """
-    ranks = Communicator()
-    if ranks.world_size == 1:
-        return
-    buffers = {
-        name: buffer
+    buffers = [
+        (name, buffer)
         for module in modules
         for name, buffer in module.named_buffers()
-        if can_be_sent(buffer) and not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
-    }
-    described = [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers.items()]
-    check_same_setup(ranks, {"buffers": described})
-    broadcast_tensors(buffers.values())
+        if not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
+    ]
+    described = [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers]
+    check_same_setup(Communicator(), {"buffers": described})
+    broadcast_tensors(each for _, each in buffers)
 
 
 def check_apart(optimizers: Iterable[Optimizer]) -> None:
@@ -159,24 +157,3 @@ def check_apart(optimizers: Iterable[Optimizer]) -> None:
             "With local steps each parameter must have one optimizer, got one that two train: at an exchange each would"
             " undo what the other has done. Give it to one of them, or take ScapeStrategy."
         )
-
-
-def module_state(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers: what must be equal on all ranks before the first step.
-
-    Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
-
-    Raises:
-        ValueError: one is of a kind that cannot be made equal on several ranks.
-    """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    ignored = getattr(module, IGNORED_BY_DDP, ())
-    shared = {name: tensor for name, tensor in named if tensor.requires_grad or name not in ignored}
-    for name, tensor in shared.items() if world_size() > 1 else ():
-        if not can_be_sent(tensor):
-            raise ValueError(
-                "Parameters and buffers must be dense, not quantized, nested or expanded, as with DDP, got"
-                f" {name!r} ({tensor.dtype}, {tensor.layout}). Make it dense (`.to_dense()`, `.dequantize()`,"
-                " `.contiguous()`), or keep it as a plain attribute in place of a buffer."
-            )
-    return [*shared.values()]
