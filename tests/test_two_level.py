@@ -18,14 +18,7 @@ from torch.utils.data import DataLoader
 from trainer_helpers import MARKS, WIDTH, GivenRanks, Regression, loader, make_trainer
 from two_level_helpers import Holder, gradient, make_mesh, mean_gradient, node_of, sharded, whole
 
-from lightning_scape import (
-    AdamS,
-    FabricScapeStrategy,
-    ScapeConfig,
-    ScapeOptimizer,
-    ScapeStrategy,
-    SparseLoCoStrategy,
-)
+from lightning_scape import AdamS, FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.core.local_shards import local
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
@@ -360,8 +353,7 @@ class Drops(Blocks):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         unused = torch.cat([wholes(self.extra), wholes(self.blocks[1])])
-        if batch_idx == 3:
-            self.stood = torch.equal(self.before, unused)
+        self.stood = batch_idx == 3 and torch.equal(self.before, unused)
         self.before = unused
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -67,10 +68,12 @@ class Common:
         return self.words
 
     def attach(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
-        """Puts one of the user's optimizers under the method. Collective."""
+        """Puts one of the user's optimizers under the method, and says so. Collective."""
         if (former := find(optimizer)) is not None and not isinstance(former, self.method):  # of another fit
             former.close()
-        return self.method.attach(optimizer, self.nodes.config, named, self.nodes.process_group)
+        method = self.method.attach(optimizer, self.nodes.config, named, self.nodes.process_group)
+        rank_zero_info(method.summary())
+        return method
 
     def attach_all(self, optimizers: Sequence[Optimizer], module: Module, former: Iterable[Method]) -> list[Method]:
         """Puts all of a module's optimizers under the method, in place of those it had before. Collective."""

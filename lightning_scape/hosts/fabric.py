@@ -17,7 +17,6 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
@@ -148,7 +147,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._nodes.follow_replaced(optimizer)
         self._close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
-        rank_zero_info(self._common.attach(optimizer, named).summary())
+        self._common.attach(optimizer, named)
         self.known.optimizers[optimizer] = next(self.known.number)
         return optimizer
 

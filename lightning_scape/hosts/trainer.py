@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -106,10 +105,6 @@ class MethodStrategy(DDPStrategy):
         self._saved_rng: Any = None
         self._generators: Generators | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What Lightning copies and pickles of a strategy, without what belongs to this process."""
-        return {**vars(self), "_methods": [], "_fitting": False, "_replaced": ExitStack(), "_signals": None}
-
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
@@ -184,14 +179,6 @@ class MethodStrategy(DDPStrategy):
         if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
             replace(self._replaced, plugin, "clip_gradients", setup.clip_gradients)
 
-    # ------------------------------------------------------------------------------------------------- the training
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        for each in self._methods:
-            rank_zero_info(each.summary())
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._generators is not None and self._module.trainer.training:
@@ -249,7 +236,7 @@ class MethodStrategy(DDPStrategy):
         # After an exception the user must see it, and other ranks may never send what this one would wait for.
         quiet = suppress(Exception) if self._interrupted else nullcontext()
         with quiet, ExitStack() as parts:  # from the last one to the first, whatever becomes of each
-            parts.callback(self._tear_down)
+            parts.callback(self._tear_down_nodes if self._nodes.several else super().teardown)
             parts.callback(self._replaced.close)
             parts.callback(self._checkpoints.saver.finish, raising=not self._interrupted)
             for each in self._methods:  # the user's optimizers are torch's again; they may still be saved
@@ -258,18 +245,12 @@ class MethodStrategy(DDPStrategy):
                     parts.callback(each.drain)
             self._fitting, self._methods, self._signals = False, [], None
 
-    def _tear_down(self) -> None:
-        if not self._nodes.several:
-            super().teardown()
-            return
+    def _tear_down_nodes(self) -> None:
         # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
         self.model = self.lightning_module
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
             part.teardown()
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
 
     @property
     @override
@@ -319,9 +300,8 @@ class MethodStrategy(DDPStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             (find(optimizer) or optimizer).load_state_dict(saved)
         # Lightning hands these on to the schedulers next.
-        states = checkpoint.get("lr_schedulers", [])
-        for place, (config, state) in enumerate(zip(self.lr_scheduler_configs, states, strict=False)):
-            states[place] = with_live(config.scheduler, state)
+        states, schedulers = checkpoint.get("lr_schedulers", []), [each.scheduler for each in self.lr_scheduler_configs]
+        states[:] = [with_live(*pair) for pair in zip(schedulers, states, strict=False)]
         if self._saved_rng is not None:
             self._generators, self._saved_rng = Generators(self._saved_rng), None
             insert_first(self._replaced, self._module.trainer, self._generators)
