@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -43,7 +42,7 @@ class Common:
         self.method = method_of(self.config)
         self.nodes = two_level.Nodes(self.config)
         self.checkpoints = Checkpoints(state_dict_type, async_save, self.nodes)
-        self.timeout = as_timeout(timeout)
+        self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         self.words = Words(None, 1)
         """Of all ranks, once they have met."""
         self._alike: dict[str, Any] = {
@@ -106,9 +105,6 @@ def register(strategy: Any, registry: Any) -> None:
         registry.register(f"{method}_notebook", strategy, description=notebooks, start_method="fork")
 
 
-# ------------------------------------------------------------------------------------- how ranks are started, options
-
-
 def check_start_method(strategy: str, method: str, start_method: str) -> None:
     """Raises ``ValueError`` where the session is interactive, a notebook or ``python -i``, and ranks are not forked.
 
@@ -126,19 +122,3 @@ def check_start_method(strategy: str, method: str, start_method: str) -> None:
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
             f" `strategy=\"{method}_notebook\"` or `{strategy}(start_method='fork')`, or run a script."
         )
-
-
-def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """A strategy's ``timeout``; a number counts seconds.
-
-    Raises:
-        ValueError: it is not above 0, or no time at all.
-    """
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:
-        timeout = timedelta(seconds=timeout)
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise ValueError(
-            f"`timeout` must be a timedelta or a number of seconds, above 0, got {timeout!r}. Write `timeout=20` or"
-            " `timeout=timedelta(minutes=5)`."
-        )
-    return timeout
