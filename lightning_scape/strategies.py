@@ -23,8 +23,8 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 _Strategy = TypeVar("_Strategy", bound=type[Any])
 
 
-def _with_options_of(kind: type[Any]) -> Callable[[_Strategy], _Strategy]:
-    """Gives a strategy the fields of a configuration as arguments, the first one also by place. A decorator."""
+def _by_name(kind: type[Any], registry: Any) -> Callable[[_Strategy], _Strategy]:
+    """Gives a strategy the fields of a configuration as arguments, the first one also by place, and registers it."""
     defaults, hints = {field.name: field.default for field in fields(kind)}, get_type_hints(kind)
     main = next(iter(defaults))
 
@@ -53,12 +53,13 @@ def _with_options_of(kind: type[Any]) -> Callable[[_Strategy], _Strategy]:
         init.__annotations__ = of_host.__annotations__ | {each.name: each.annotation for each in own}
         init.__signature__ = inspect.Signature([this, *own, *of_all])  # type: ignore[attr-defined]
         strategy.__init__ = init
+        register(strategy, registry)
         return strategy
 
     return decorate
 
 
-@_with_options_of(ScapeConfig)
+@_by_name(ScapeConfig, StrategyRegistry)
 class ScapeStrategy(MethodStrategy):
     """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
 
@@ -73,7 +74,7 @@ class ScapeStrategy(MethodStrategy):
     method: ClassVar[str | None] = "scape"
 
 
-@_with_options_of(SparseLoCoConfig)
+@_by_name(SparseLoCoConfig, StrategyRegistry)
 class SparseLoCoStrategy(MethodStrategy):
     """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
 
@@ -91,7 +92,7 @@ class SparseLoCoStrategy(MethodStrategy):
     method: ClassVar[str | None] = "sparseloco"
 
 
-@_with_options_of(ScapeConfig)
+@_by_name(ScapeConfig, STRATEGY_REGISTRY)
 class FabricScapeStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
 
@@ -103,7 +104,7 @@ class FabricScapeStrategy(FabricMethodStrategy):
     method: ClassVar[str | None] = "scape"
 
 
-@_with_options_of(SparseLoCoConfig)
+@_by_name(SparseLoCoConfig, STRATEGY_REGISTRY)
 class FabricSparseLoCoStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
 
@@ -114,9 +115,3 @@ class FabricSparseLoCoStrategy(FabricMethodStrategy):
     """
 
     method: ClassVar[str | None] = "sparseloco"
-
-
-register(ScapeStrategy, StrategyRegistry)
-register(SparseLoCoStrategy, StrategyRegistry)
-register(FabricScapeStrategy, STRATEGY_REGISTRY)
-register(FabricSparseLoCoStrategy, STRATEGY_REGISTRY)
