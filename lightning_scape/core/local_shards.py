@@ -97,7 +97,7 @@ def note_uses(sharded: Tensor, gathered: Tensor) -> None:
 
 def has_gradient(parameter: Tensor) -> bool:
     """Whether this rank's backward passes have given the parameter a gradient."""
-    return parameter.grad is not None and getattr(parameter.grad, _USED, True)
+    return parameter.grad is not None and bool(getattr(parameter.grad, _USED, True))
 
 
 # ------------------------------------------------------------------------------------------- the two groups
