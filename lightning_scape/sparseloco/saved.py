@@ -199,8 +199,8 @@ def _places(optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
             return value.clone()  # else a mapped file would outlive the load
         rows, first = local_shards.local(parameter), local_shards.first_row(parameter)
         here = value[first : first + len(rows)].to(rows.device, copy=True)
-        like = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(here, parameter.device_mesh, parameter.placements, run_check=False, **like)
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        return DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
     return place
 
