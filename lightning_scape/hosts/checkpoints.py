@@ -17,7 +17,7 @@ from lightning_scape.checkpoint.saver import RNG, Saver
 from lightning_scape.checkpoint.shards import Directory
 from lightning_scape.comm.collectives import Communicator, group_beside
 from lightning_scape.hosts import two_level
-from lightning_scape.hosts.private_names import checkpoints
+from lightning_scape.hosts.private_names import WrappingIO, checkpoints
 from lightning_scape.hosts.replaced import replace
 
 StateDictType = Literal["full", "sharded"]
@@ -130,6 +130,13 @@ class ScapeCheckpointIO(TorchCheckpointIO):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         loaded: dict[str, Any] = files.load_file(local, weights_only, map_location=map_location)
         return loaded
+
+
+def io_of(given: CheckpointIO | None) -> CheckpointIO:
+    """What writes and reads a checkpoint that is one file."""
+    if isinstance(given, WrappingIO):  # which keeps the one it was given, if any
+        given.checkpoint_io = ScapeCheckpointIO()
+    return given or ScapeCheckpointIO()
 
 
 def act_together(replaced: ExitStack, trainer: Trainer, before_save: Callable[[], None]) -> None:

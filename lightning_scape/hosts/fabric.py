@@ -31,7 +31,7 @@ from lightning_scape.checkpoint.saver import Saver, set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import setup, two_level
-from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, StateDictType
+from lightning_scape.hosts.checkpoints import StateDictType, io_of
 from lightning_scape.hosts.common import Common, StartMethod, check_start_method
 from lightning_scape.hosts.private_names import BackwardSyncControl, check_strictly
 from lightning_scape.hosts.schedulers import Restored
@@ -89,7 +89,7 @@ class FabricMethodStrategy(DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or ScapeCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
@@ -237,6 +237,16 @@ class FabricMethodStrategy(DDPStrategy):
         super().load_module_state_dict(inner, self._nodes.rows(inner, state_dict), strict=strict)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = io_of(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -11,9 +11,12 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 BackwardSyncControl = _BackwardSyncControl
 """Fabric asks it to hold gradients back; without one, Fabric warns in each accumulation."""
+WrappingIO = _WrappingCheckpointIO
+"""Such a plugin keeps another one inside; ours goes there if it was given none."""
 NoOptimizer = _MockOptimizer
 """What the Trainer steps where ``configure_optimizers`` returns None."""
 materialize = _materialize_distributed_module

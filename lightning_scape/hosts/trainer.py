@@ -30,7 +30,7 @@ from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator, leave_groups
 from lightning_scape.core.method import Method, find
 from lightning_scape.hosts import setup, signals, two_level
-from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, StateDictType, act_together
+from lightning_scape.hosts.checkpoints import StateDictType, act_together, io_of
 from lightning_scape.hosts.common import Common, StartMethod, check_start_method
 from lightning_scape.hosts.generators import Generators
 from lightning_scape.hosts.private_names import NoOptimizer
@@ -88,7 +88,7 @@ class MethodStrategy(DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or ScapeCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
@@ -278,6 +278,16 @@ class MethodStrategy(DDPStrategy):
         self._checkpoints.save(checkpoint, self.broadcast(str(filepath)), storage_options is not None, write)
         if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
             self.wait_for_checkpoint()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = io_of(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -18,12 +18,12 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.scape.clipping import Skips, width
+from lightning_scape.scape.clipping import width
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.opening import Opening
+from lightning_scape.scape.opening import Opening, Skips
 from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.shard import Outgoing, Shard
 from lightning_scape.scape.state import Groups, ScapeState, Step
