@@ -194,7 +194,8 @@ def test_the_warm_up_of_a_checkpoint_holds_unless_another_is_set() -> None:
     after.load_state_dict(before.state_dict())
     assert after.schedule.warmup_steps == 40
     set_by_hand = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=7))
-    set_by_hand.load_state_dict(before.state_dict())
+    with pytest.warns(UserWarning, match="sparsity_warmup_steps=40 \\(now 7\\)"):
+        set_by_hand.load_state_dict(before.state_dict())
     assert set_by_hand.schedule.warmup_steps == 7
 
 

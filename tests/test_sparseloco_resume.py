@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,7 @@ def _save(rank: int, world_size: int, path: str) -> tuple[Tensor, Tensor]:
 
 def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
     net, optimizer, loco = build(**options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="checkpoint") as caught:
         loco.load_state_dict(torch.load(path, weights_only=True))
     assert loco.state is not None
     error = loco.state.error.view(-1)[: 8 * 40].clone()
@@ -101,6 +99,7 @@ def test_other_options_may_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Pat
     saved = run_ranks(_save, 2, path)
     loaded = run_ranks(_load, 2, path, {"density": 1 / 64, "bits": 4, "sync_every": 2})
     for seen, (place, error) in zip(loaded, saved, strict=True):
+        assert any("other options" in note and "bits=2 (now 4)" in note for note in seen["notes"])
         assert torch.equal(seen["here"], place)
         assert torch.equal(seen["error"], error)  # in blocks of another length
 

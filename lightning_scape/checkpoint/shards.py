@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -130,6 +130,18 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
 
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: Collection[str]) -> list[str]:
+    """A warning that names those that are no longer what they were, but for ``silent`` ones."""
+    differ = [
+        f"{name}={saved.get(name)!r} (now {value!r})"
+        for name, value in mine.items()
+        if name not in silent and saved.get(name) != value
+    ]
+    if not differ:
+        return []
+    return [f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now."]
 
 
 # ------------------------------------------------------------------------------------------------ states

@@ -28,6 +28,7 @@ from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
     SavedState,
+    changed_options,
     check_model,
     facts_of,
     of_blocks,
@@ -35,7 +36,7 @@ from lightning_scape.checkpoint.shards import (
 )
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import flatten_like
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.config import ScapeConfig, usual_wire
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from lightning_scape.scape.step import Engine
 
 METHOD = "scape"
+_SILENT = ("max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward")
+"""Options whose change does not change the training."""
 
 
 def _shard(state: ScapeState) -> dict[str, Tensor]:
@@ -201,6 +204,12 @@ def _load(engine: Engine, state: ScapeState, saved: SavedState) -> Loaded:
     schedule = engine.masks.schedule
     if config.sparsity_warmup_steps is None and facts["config"].get("sparsity"):  # a default one goes on as it began
         schedule = replace(schedule, warmup_steps=0 if config.dense else facts["warmup_steps"])
+    then = {
+        **facts["config"],
+        "wire_dtype": facts["config"].get("wire_dtype") or usual_wire(facts["config"]["sparsity"]),
+    }
+    silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
+    notes += changed_options({**config.as_dict(), "wire_dtype": config.wire}, then, silent)
     in_row, total = facts["skipped"]
     return Loaded(saved["param_groups"], config, schedule, notes, mask, (in_row, total))
 

@@ -28,6 +28,7 @@ from lightning_scape.checkpoint.shards import (
     Chunk,
     OwnState,
     SavedState,
+    changed_options,
     check_model,
     facts_of,
     of_blocks,
@@ -37,6 +38,7 @@ from lightning_scape.checkpoint.shards import (
 from lightning_scape.core import local_shards
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
+from lightning_scape.sparseloco.config import OF_THE_MESH
 
 METHOD = "sparseloco"
 
@@ -148,7 +150,7 @@ def load(loco: Algorithm, given: Any) -> Loaded:
     saved.read_all(_of_blocks("start", loco, state.start))
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
     saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
-    notes = []
+    notes = changed_options(vars(loco.config), facts["config"], OF_THE_MESH)
     if before != ranks:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {ranks}: the starting point carries"
