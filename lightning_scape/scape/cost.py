@@ -37,14 +37,12 @@ def scape_bytes(
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
-def run_bytes(
-    schedule: SparsitySchedule, step_bytes: Callable[[int], dict[str, int]], steps: int, first: int = 0
-) -> int:
-    """Bytes that a rank sends from step ``first`` up to (not including) ``steps``, warm-up included.
+def run_bytes(schedule: SparsitySchedule, step_bytes: Callable[[int], dict[str, int]], steps: int) -> int:
+    """Bytes that a rank sends in the first ``steps`` steps, warm-up included.
 
     ``step_bytes`` says what a step sends that sends q entries of a block.
     """
-    whole = sum(count * sum(step_bytes(sent).values()) for sent, count in schedule.sent_by_step(steps, first).items())
+    whole = sum(count * sum(step_bytes(sent).values()) for sent, count in schedule.sent_by_step(steps).items())
     following = step_bytes(schedule.sent(steps))  # each step sends the mask of the next one, the first its own, too
     return whole + following["mask"]
 

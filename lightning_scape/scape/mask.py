@@ -48,11 +48,11 @@ class SparsitySchedule:
         sent = max(self.quota.sent, round(density * self.quota.block_size))
         return sent if 2 * sent <= self.quota.block_size else self.quota.block_size
 
-    def sent_by_step(self, steps: int, first: int = 0) -> Counter[int]:
-        """For each q, how many of the steps from ``first`` up to (not including) ``steps`` send so many entries."""
-        begun = range(first, min(steps, max(first, self.warmup_steps)))
+    def sent_by_step(self, steps: int) -> Counter[int]:
+        """For each q, how many of the first ``steps`` steps send so many entries."""
+        begun = range(min(steps, self.warmup_steps))
         counts = Counter(map(self.sent, begun))
-        counts[self.quota.sent] += max(0, steps - first - len(begun))
+        counts[self.quota.sent] += steps - len(begun)
         return counts
 
 
