@@ -103,9 +103,9 @@ class Signals(Callback):
         if self._words.save_heard and not self._has_saved and not accumulates(trainer):
             self._has_saved, self._words.save = True, False
             rank_zero_info(f"SLURM's signal: all ranks save after step {trainer.global_step}.")
-            asynchronous, self._saver.asynchronous = self._saver.asynchronous, False  # the job may end right after it
-            self._requeue(self._signum, None)
-            self._saver.asynchronous = asynchronous
+            with ExitStack() as now:
+                replace(now, self._saver, "asynchronous", False)  # the job may end right after it
+                self._requeue(self._signum, None)
         if self._words.stop_heard and not trainer.received_sigterm:
             rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
             signals(trainer).received_sigterm = True
