@@ -110,6 +110,7 @@ class FabricMethodStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         check_start_method(type(self).__name__, self._common.method.name, self._start_method)
+        self.checkpoint_io = io_of(self._checkpoint_io)
         super()._configure_launcher()
 
     @override
@@ -237,16 +238,6 @@ class FabricMethodStrategy(DDPStrategy):
         super().load_module_state_dict(inner, self._nodes.rows(inner, state_dict), strict=strict)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = io_of(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -119,6 +119,7 @@ class MethodStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         check_start_method(type(self).__name__, self._common.method.name, self._start_method)
+        self.checkpoint_io = io_of(self._checkpoint_io)
         super()._configure_launcher()
 
     @override
@@ -278,16 +279,6 @@ class MethodStrategy(DDPStrategy):
         self._checkpoints.save(checkpoint, self.broadcast(str(filepath)), storage_options is not None, write)
         if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
             self.wait_for_checkpoint()
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = io_of(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
