@@ -51,12 +51,14 @@ class Count(Callback):
     batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        print(f"begins at step {trainer.global_step}", flush=True)
+        self.first = trainer.global_step
         if trainer.max_steps == -1:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 5
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.batches += 1
+        if trainer.global_step == self.first + 1:  # a signal before that finds a rank that has to import and compile
+            print(f"begins at step {self.first}", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches}

@@ -211,7 +211,7 @@ def test_a_script_trains_and_ends_by_sigterm_to_one_rank_started_by(tmp_path: Pa
     assert len(said) == 2  # once a fit: by rank 0 alone
     steps = {(tmp_path / f"stopped-{rank}.txt").read_text() for rank in (0, 1)}
     assert len(steps) == 1
-    assert int(steps.pop()) in (4, 5)
+    assert 4 <= int(steps.pop()) < 10  # the system may tell the process a moment later
     assert (tmp_path / "stopped.ckpt").exists()
 
 
