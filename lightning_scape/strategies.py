@@ -1,20 +1,16 @@
-"""The package's own methods by name: their strategies for both hosts.
-
-All that they do is the hosts'. What they add: the fields of a method's configuration, by name.
-"""
+"""The hosts' strategies for each method, with the fields of its configuration by name."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_scape.hosts.common import register
+from lightning_scape.hosts.common import register, resolve_config
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ScapeConfig
@@ -23,43 +19,36 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 _Strategy = TypeVar("_Strategy", bound=type[Any])
 
 
-def _by_name(kind: type[Any], registry: Any) -> Callable[[_Strategy], _Strategy]:
+def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy], _Strategy]:
     """Gives a strategy the fields of a configuration as arguments, the first one also by place, and registers it."""
-    defaults, hints = {field.name: field.default for field in fields(kind)}, get_type_hints(kind)
-    main = next(iter(defaults))
+    main, *others = inspect.signature(kind, eval_str=True).parameters.values()
 
     def decorate(strategy: _Strategy) -> _Strategy:
         of_host = strategy.__init__
+        this, config, *of_all = inspect.signature(of_host, eval_str=True).parameters.values()
+        first = main.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        config = config.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind | None)
+        arguments = inspect.Signature([this, first, *others, config, *of_all])
 
         @functools.wraps(of_host)
-        def init(self: Any, *args: Any, config: Any = None, **options: Any) -> None:
-            if args:
-                (options[main],) = args
-            if defaults.keys() <= options.keys():  # written by a parser, which fills in defaults
-                options = {
-                    name: each for name, each in options.items() if name not in defaults or each != defaults[name]
-                }
-            of_host(self, config, **options)
+        def init(*args: Any, **options: Any) -> None:
+            given = arguments.bind(*args, **options).arguments
+            if len(given) == len(arguments.parameters):  # by a parser, which fills in defaults
+                given = {of: each for of, each in given.items() if each != arguments.parameters[of].default}
+            own = {each.name: given.pop(each.name) for each in (main, *others) if each.name in given}
+            of_host(**given | {"config": resolve_config(kind, given.get("config"), own)})
 
-        of_all = list(inspect.signature(of_host).parameters.values())[2:-1]
-        own = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n])
-            for n, d in defaults.items()
-        ]
-        own[0] = own[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        own.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind | None))
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         # What help(), a documentation and LightningCLI's parser go by.
-        init.__annotations__ = of_host.__annotations__ | {each.name: each.annotation for each in own}
-        init.__signature__ = inspect.Signature([this, *own, *of_all])  # type: ignore[attr-defined]
+        init.__signature__ = arguments  # type: ignore[attr-defined]
+        init.__annotations__ = {each.name: each.annotation for each in arguments.parameters.values()}
         strategy.__init__ = init
-        register(strategy, registry)
+        register(name, strategy, registry)
         return strategy
 
     return decorate
 
 
-@_by_name(ScapeConfig, StrategyRegistry)
+@_by_name("scape", ScapeConfig, StrategyRegistry)
 class ScapeStrategy(MethodStrategy):
     """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
 
@@ -71,10 +60,8 @@ class ScapeStrategy(MethodStrategy):
     :class:`~lightning_scape.MethodStrategy`.
     """
 
-    method: ClassVar[str | None] = "scape"
 
-
-@_by_name(SparseLoCoConfig, StrategyRegistry)
+@_by_name("sparseloco", SparseLoCoConfig, StrategyRegistry)
 class SparseLoCoStrategy(MethodStrategy):
     """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
 
@@ -89,10 +76,8 @@ class SparseLoCoStrategy(MethodStrategy):
     :class:`~lightning_scape.MethodStrategy`.
     """
 
-    method: ClassVar[str | None] = "sparseloco"
 
-
-@_by_name(ScapeConfig, STRATEGY_REGISTRY)
+@_by_name("scape", ScapeConfig, STRATEGY_REGISTRY)
 class FabricScapeStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
 
@@ -101,10 +86,8 @@ class FabricScapeStrategy(FabricMethodStrategy):
     :class:`~lightning_scape.FabricMethodStrategy`.
     """
 
-    method: ClassVar[str | None] = "scape"
 
-
-@_by_name(SparseLoCoConfig, STRATEGY_REGISTRY)
+@_by_name("sparseloco", SparseLoCoConfig, STRATEGY_REGISTRY)
 class FabricSparseLoCoStrategy(FabricMethodStrategy):
     """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
 
@@ -113,5 +96,3 @@ class FabricSparseLoCoStrategy(FabricMethodStrategy):
     give ``total_steps``; call it also before you set up another optimizer over the same parameters. Its options: the
     fields of :class:`~lightning_scape.SparseLoCoConfig`, then those of :class:`~lightning_scape.FabricMethodStrategy`.
     """
-
-    method: ClassVar[str | None] = "sparseloco"

@@ -98,7 +98,7 @@ def test_imports_form_no_circle() -> None:
     [
         ("core.layout", "def f():\n    from lightning_scape.scape import mask"),
         ("core.quota", "from lightning_scape import ScapeStrategy"),
-        ("hosts.setup", "from lightning_scape.scape.config import ScapeConfig"),
+        ("hosts.common", "from lightning_scape.scape.config import ScapeConfig"),
         ("scape.optimizer", "import lightning.pytorch as pl"),
         ("ops.naive", "import triton.language as tl"),
         ("scape.step", "import torch.distributed as dist\ndist.all_reduce(x)"),

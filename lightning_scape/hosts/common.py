@@ -1,22 +1,26 @@
-"""What a strategy of either host holds: its options, the ranks, their words, checkpoints. Knows neither host."""
+"""What both hosts' strategies hold, and do at set-up and when they clip. Knows neither host."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core.method import Method, find, method_of, unwrapped
+from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.hosts import setup, two_level
+from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoints import Checkpoints, StateDictType
 from lightning_scape.hosts.words import Words
 
@@ -27,19 +31,16 @@ _HEARD_WITHIN = 8
 
 
 class Common:
-    """Its arguments are those of MethodStrategy and FabricMethodStrategy; ``method`` is the strategy's."""
+    """Its arguments are those of MethodStrategy and FabricMethodStrategy."""
 
     def __init__(
         self,
-        method: str | None,
         config: Any,
-        options: Mapping[str, Any],
         state_dict_type: StateDictType,
         async_save: bool,
         timeout: timedelta | float | None,
     ) -> None:
-        self.config = setup.resolve_config(method, config, options)
-        self.method = method_of(self.config)
+        self.config, self.method = config, method_of(config)
         self.nodes = two_level.Nodes(self.config)
         self.checkpoints = Checkpoints(state_dict_type, async_save, self.nodes)
         self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
@@ -66,11 +67,11 @@ class Common:
         self.words = Words.beside(max(lag, 2) if strategy.root_device.type == "cuda" else lag)
         return self.words
 
-    def attach(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Method:
+    def attach(self, optimizer: Optimizer, names: Sequence[tuple[str, Tensor]]) -> Method:
         """Puts one of the user's optimizers under the method, and says so. Collective."""
         if (former := find(optimizer)) is not None and not isinstance(former, self.method):  # of another fit
             former.close()
-        method = self.method.attach(optimizer, self.nodes.config, named, self.nodes.process_group)
+        method = self.method.attach(optimizer, self.nodes.config, names, self.nodes.process_group)
         rank_zero_info(method.summary())
         return method
 
@@ -78,47 +79,168 @@ class Common:
         """Puts all of a module's optimizers under the method, in place of those it had before. Collective."""
         check_same_setup(Communicator(), {"optimizers": [type(unwrapped(each)).__name__ for each in optimizers]})
         if not self.method.exchanges_every_step:
-            setup.check_apart(optimizers)
+            check_apart(optimizers)
         before = {id(each.optimizer): each for each in former}
         for gone in [before[place] for place in before if place not in map(id, optimizers)]:
             gone.finish()
             gone.close()
-        named = list(module.named_parameters())
-        return [before.get(id(each)) or self.attach(each, named) for each in optimizers]
+        names = list(module.named_parameters())
+        return [before.get(id(each)) or self.attach(each, names) for each in optimizers]
 
     def make_alike(self, modules: Iterable[Module], methods: Iterable[Method]) -> None:
         """Before a validation, a save and the end: rank 0's buffers for all, and equal replicas. Collective."""
-        setup.share_buffers(modules)
+        share_buffers(modules)
         for each in methods:
             each.check_replicas()
 
 
-def register(strategy: Any, registry: Any) -> None:
+def start_method_of(given: StartMethod | None) -> StartMethod:
+    """The option, or what serves here: in a notebook or ``python -i`` there is no script that a process could run."""
+    return given or ("fork" if hasattr(sys, "ps1") or sys.flags.interactive else "popen")
+
+
+def register(method: str, strategy: Any, registry: Any) -> None:
     """Registers a strategy of one method under its names, ``"scape"`` and ``"scape_notebook"``.
 
     What has them already stays, as that of ``litgpt-scape``.
     """
-    if (method := strategy.method) not in registry:
+    if method not in registry:
         what = f"lightning_scape's method {method!r}"
         registry.register(method, strategy, description=what)
         notebooks = f"{what}; processes are forked, for notebooks"
         registry.register(f"{method}_notebook", strategy, description=notebooks, start_method="fork")
 
 
-def check_start_method(strategy: str, method: str, start_method: str) -> None:
-    """Raises ``ValueError`` where the session is interactive, a notebook or ``python -i``, and ranks are not forked.
-
-    Lightning would refuse it as well, and name ``ddp_notebook`` as the remedy.
+def resolve_config(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
+    """One configuration from a strategy's two ways of giving it.
 
     Args:
-        strategy: name of the class.
-        method: name of its method.
-        start_method: its option.
+        kind: of the configuration.
+        config: a whole configuration, or None.
+        options: those of the method that were given by name.
+
+    Raises:
+        ValueError: an option is outside its rule, or is given beside ``config``.
+        TypeError: ``config`` is not one of this method, or there is no such option.
     """
-    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # there is no script that a process could run
-    if interactive and start_method != "fork":
+    if config is None:
+        return kind(**options)
+    if not isinstance(config, kind):
+        first = fields(kind)[0]
+        raise TypeError(
+            f"`config` must be a {kind.__name__} or None, got {config!r}. Write"
+            f" `config={kind.__name__}({first.name}={first.default})`, or pass the options themselves by name."
+        )
+    if options:
         raise ValueError(
-            f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
-            f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
-            f" `strategy=\"{method}_notebook\"` or `{strategy}(start_method='fork')`, or run a script."
+            "Options must be given by name or in `config`, not in both, got `config` and"
+            f" {', '.join(f'{option}={value!r}' for option, value in options.items())}. Drop one of the two, or use"
+            " `dataclasses.replace(config, ...)`."
+        )
+    return config
+
+
+def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+    """Clip the averaged gradient of the coming step by its norm; the gradients themselves are left alone.
+
+    No rank has the averaged gradient. So only the factor is determined here (one small message), and the step applies
+    it. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
+
+    Args:
+        optimizer: one under a method that clips, wrapped or not.
+        clip_val: the bound; 0 or less means no clipping, as everywhere in Lightning.
+        gradient_clip_algorithm: ``"norm"``.
+
+    Raises:
+        ValueError: another algorithm.
+        RuntimeError: the optimizer is under no method.
+    """
+    if clip_val <= 0:
+        return
+    algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+    if algorithm != "norm":
+        refuse_to_clip_by_value(f"gradient_clip_algorithm={algorithm!r}")
+    attached(optimizer).clip_grad_norm(clip_val)
+
+
+def refuse_to_clip_by_value(got: str) -> NoReturn:
+    """Raises ``ValueError``."""
+    raise ValueError(
+        f"Gradients must be clipped by norm, got {got}: no rank ever has the averaged gradient of a step, so its"
+        ' entries cannot be bounded. Set gradient_clip_algorithm="norm" (Fabric: `max_norm`).'
+    )
+
+
+def attached(optimizer: object) -> Method:
+    """The method of an optimizer that the host steps.
+
+    Raises:
+        RuntimeError: it is under none: ranks would train apart.
+    """
+    found = find(optimizer)
+    if found is None:
+        raise RuntimeError(
+            "Every optimizer that is stepped must be under the strategy's method, got"
+            f" {type(unwrapped(optimizer)).__name__}, which is not: it would take this rank's own gradient."
+            " Return it from configure_optimizers, or put it into `trainer.optimizers` (Fabric: give it to"
+            " fabric.setup), on all ranks."
+        )
+    return found
+
+
+def sharded_scaler(scaler: GradScaler) -> GradScaler:
+    """A scaler by which all ranks skip a step if one of them met an inf; a plain one decides alone.
+
+    With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
+    for it. The scale and how it grows are those of ``scaler``. With one rank nothing changes.
+    """
+    if not scaler.is_enabled() or world_size() == 1:
+        return scaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if isinstance(scaler, ShardedGradScaler):
+        return scaler
+    sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=None)
+    sharded.load_state_dict(scaler.state_dict())
+    return sharded
+
+
+def start_equal(module: Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, as DDP's constructor does. Collective.
+
+    Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
+
+    Raises:
+        ValueError: ranks have built different modules; on every rank.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    ignored = getattr(module, IGNORED_BY_DDP, ())
+    state = [tensor for name, tensor in named if tensor.requires_grad or name not in ignored]
+    described = [(tuple(each.shape), str(each.dtype)) for each in state]
+    check_same_setup(Communicator(), {"parameters and buffers": described})
+    broadcast_tensors(state)
+
+
+def share_buffers(modules: Iterable[Module]) -> None:
+    """Overwrites the modules' buffers with rank 0's, but for those that DDP was told to leave alone. Collective.
+
+    Those that a module updates from its own batch (BatchNorm's statistics) DDP hands on before each forward pass. Here
+    each rank trains on with its own. Before a validation, a save and the end all take rank 0's, so that what is
+    validated and saved is one model.
+    """
+    broadcast_tensors(
+        buffer
+        for module in modules
+        for name, buffer in module.named_buffers()
+        if not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
+    )
+
+
+def check_apart(optimizers: Iterable[Optimizer]) -> None:
+    """Raises ``ValueError`` where two optimizers train one parameter, for a method with local steps."""
+    trained = [id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    if len(set(trained)) < len(trained):
+        raise ValueError(
+            "With local steps each parameter must have one optimizer, got one that two train: at an exchange each would"
+            " undo what the other has done. Give it to one of them, or take ScapeStrategy."
         )

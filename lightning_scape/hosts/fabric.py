@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
+from lightning.fabric.plugins import CheckpointIO, MixedPrecision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.types import Optimizable
@@ -30,9 +28,17 @@ from typing_extensions import override
 from lightning_scape.checkpoint.saver import Saver, set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
-from lightning_scape.hosts import setup, two_level
+from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoints import StateDictType, io_of
-from lightning_scape.hosts.common import Common, StartMethod, check_start_method
+from lightning_scape.hosts.common import (
+    Common,
+    StartMethod,
+    attached,
+    refuse_to_clip_by_value,
+    sharded_scaler,
+    start_equal,
+    start_method_of,
+)
 from lightning_scape.hosts.private_names import BackwardSyncControl, check_strictly
 from lightning_scape.hosts.schedulers import Restored
 
@@ -47,53 +53,39 @@ class FabricMethodStrategy(DDPStrategy):
     Args:
         config: the method's options.
         total_steps: steps of the whole run, if you know them: after the last one all ranks hold the same parameters.
-        accelerator, parallel_devices, cluster_environment, precision: as in DDPStrategy, which Lightning sets.
         checkpoint_io: how checkpoints are written.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
-        start_method: how processes are started; a notebook needs `"fork"`.
+        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``; None is
+            ``"fork"`` in a notebook, else ``"popen"``.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
             :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised there; the end of the
             process waits for it, and only warns.
-        options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
-        ValueError: an option is outside its rule, or is given by name beside ``config``.
-        TypeError: an option of DDP's that is not needed here, or one that does not exist.
+        TypeError: an option of DDP's that is not needed here, one that does not exist, or ``config`` of no method.
     """
-
-    method: ClassVar[str | None] = None
-    """Name of the method, if the strategy is for one only."""
 
     def __init__(
         self,
-        config: Any = None,
+        config: Any,
         *,
         total_steps: int | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod | None = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
-        **options: Any,
     ) -> None:
-        self._common = Common(self.method, config, options, state_dict_type, async_save, timeout)
+        self._common = Common(config, state_dict_type, async_save, timeout)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision=precision,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
-            start_method=start_method,
+            start_method=start_method_of(start_method),
         )
         self.config = self._common.config
         self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
@@ -109,7 +101,6 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        check_start_method(type(self).__name__, self._common.method.name, self._start_method)
         self.checkpoint_io = io_of(self._checkpoint_io)
         super()._configure_launcher()
 
@@ -120,7 +111,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._common.new_words(self)
         atexit.register(_finish, weakref.ref(self._checkpoints.saver))  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
-            self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
+            self.precision.scaler = sharded_scaler(self.precision.scaler)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -139,7 +130,7 @@ class FabricMethodStrategy(DDPStrategy):
         if self._nodes.several:
             self._nodes.shard(module, self.root_device, self.precision.precision)
         else:
-            setup.start_equal(module)
+            start_equal(module)
         self.known.modules[module] = None
         return two_level.ThroughForward(module)  # another than the user's: else Fabric calls marked methods bare
 
@@ -164,7 +155,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        method = setup.attached(optimizer)
+        method = attached(optimizer)
         self._common.words.end_batch(stepped=True)  # of the step before
         self._common.words.begin_batch()
         with self._common.words.explaining():
@@ -219,14 +210,14 @@ class FabricMethodStrategy(DDPStrategy):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return setup.attached(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
+        return attached(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         if not self._common.method.clips:
             super().clip_gradients_value(module, optimizer, clip_val)
             return
-        setup.refuse_to_clip_by_value(f"clip_val={clip_val}")
+        refuse_to_clip_by_value(f"clip_val={clip_val}")
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

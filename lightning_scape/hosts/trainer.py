@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,9 +28,17 @@ from typing_extensions import override
 from lightning_scape.checkpoint import files
 from lightning_scape.comm.collectives import Communicator, leave_groups
 from lightning_scape.core.method import Method, find
-from lightning_scape.hosts import setup, signals, two_level
+from lightning_scape.hosts import signals, two_level
 from lightning_scape.hosts.checkpoints import StateDictType, act_together, io_of
-from lightning_scape.hosts.common import Common, StartMethod, check_start_method
+from lightning_scape.hosts.common import (
+    Common,
+    StartMethod,
+    attached,
+    clip_gradients,
+    sharded_scaler,
+    start_equal,
+    start_method_of,
+)
 from lightning_scape.hosts.generators import Generators
 from lightning_scape.hosts.private_names import NoOptimizer
 from lightning_scape.hosts.replaced import callbacks_of, insert_first, replace
@@ -48,51 +55,37 @@ class MethodStrategy(DDPStrategy):
 
     Args:
         config: the method's options.
-        accelerator, parallel_devices, cluster_environment, precision_plugin: as in DDPStrategy, which Lightning sets.
         checkpoint_io: how checkpoints are written.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
-        start_method: how processes are started; a notebook needs `"fork"`.
+        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``; None is
+            ``"fork"`` in a notebook, else ``"popen"``.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. What
             goes wrong is raised at the next save or at the end of the fit.
-        options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
-        ValueError: an option is outside its rule, or is given by name beside ``config``.
-        TypeError: an option of DDP's that is not needed here, or one that does not exist.
+        TypeError: an option of DDP's that is not needed here, one that does not exist, or ``config`` of no method.
     """
-
-    method: ClassVar[str | None] = None
-    """Name of the method, if the strategy is for one only."""
 
     def __init__(
         self,
-        config: Any = None,
+        config: Any,
         *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod | None = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
-        **options: Any,
     ) -> None:
-        self._common = Common(self.method, config, options, state_dict_type, async_save, timeout)
+        self._common = Common(config, state_dict_type, async_save, timeout)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=self._common.timeout,
-            start_method=start_method,
+            start_method=start_method_of(start_method),
         )
         self.config = self._common.config
         self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
@@ -118,7 +111,6 @@ class MethodStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        check_start_method(type(self).__name__, self._common.method.name, self._start_method)
         self.checkpoint_io = io_of(self._checkpoint_io)
         super()._configure_launcher()
 
@@ -158,7 +150,7 @@ class MethodStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
         if not self._nodes.several:
-            setup.start_equal(self._module)
+            start_equal(self._module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -174,11 +166,11 @@ class MethodStrategy(DDPStrategy):
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            own, shared = plugin.scaler, setup.sharded_scaler(plugin.scaler)
+            own, shared = plugin.scaler, sharded_scaler(plugin.scaler)
             replace(self._replaced, plugin, "scaler", shared)
             self._replaced.callback(lambda: own.load_state_dict(shared.state_dict()))
         if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
-            replace(self._replaced, plugin, "clip_gradients", setup.clip_gradients)
+            replace(self._replaced, plugin, "clip_gradients", clip_gradients)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -200,7 +192,7 @@ class MethodStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
-        method = None if isinstance(optimizer, NoOptimizer) else setup.attached(optimizer)
+        method = None if isinstance(optimizer, NoOptimizer) else attached(optimizer)
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
