@@ -250,7 +250,7 @@ def let_another_strategy_train_on(rank: int, method: str, folder: str) -> None:
 
     first, net, twin = fabric_of(method), plain_net(), plain_net()
     loop(first, *first.setup(net, adamw(net)))
-    first.strategy.teardown()
+    first.strategy.sync()
     twin.load_state_dict(net.state_dict())
     assert torch.equal(densely(net), densely(twin))
     loop(first, *first.setup(net, adamw(net)))  # and the first may come back

@@ -6,7 +6,7 @@ import atexit
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_scape.checkpoint.saver import Saver, set_rng_state
+from lightning_scape.checkpoint.saver import set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import two_level
@@ -91,8 +91,6 @@ class FabricMethodStrategy(DDPStrategy):
         self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
         self._backward_sync_control = _GradientSync()
         self.total_steps = total_steps
-        self.known = Known()
-        """What was set up with this strategy."""
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -109,7 +107,11 @@ class FabricMethodStrategy(DDPStrategy):
         super()._setup_distributed()
         self._common.meet(self)
         self._common.new_words(self)
-        atexit.register(_finish, weakref.ref(self._checkpoints.saver))  # Fabric never tears a strategy down
+        # What was set up, as long as the user keeps it: the strategy must not keep a model alive.
+        self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()  # in order
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._number = itertools.count()  # of the next optimizer: all ranks count alike
+        atexit.register(self._checkpoints.saver.finish, raising=False)  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.scaler = sharded_scaler(self.precision.scaler)
 
@@ -131,16 +133,16 @@ class FabricMethodStrategy(DDPStrategy):
             self._nodes.shard(module, self.root_device, self.precision.precision)
         else:
             start_equal(module)
-        self.known.modules[module] = None
+        self._modules[module] = None
         return two_level.ThroughForward(module)  # another than the user's: else Fabric calls marked methods bare
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._nodes.follow_replaced(optimizer)
         self._close_those_replaced_by(optimizer)
-        named = [pair for module in self.known.modules for pair in module.named_parameters()]
+        named = [pair for module in self._modules for pair in module.named_parameters()]
         self._common.attach(optimizer, named)
-        self.known.optimizers[optimizer] = next(self.known.number)
+        self._optimizers[optimizer] = next(self._number)
         return optimizer
 
     def _close_those_replaced_by(self, optimizer: Optimizer) -> None:
@@ -148,10 +150,10 @@ class FabricMethodStrategy(DDPStrategy):
 
         Who has not called ``sync()`` before is told at the first step that ranks differ.
         """
-        for former in [] if self._common.method.exchanges_every_step else find_all(self.known.optimizers):
+        for former in [] if self._common.method.exchanges_every_step else find_all(self._optimizers):
             if not {*_parameters(former.optimizer)}.isdisjoint(_parameters(optimizer)):
                 former.close()
-                del self.known.optimizers[former.optimizer]
+                del self._optimizers[former.optimizer]
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -166,25 +168,18 @@ class FabricMethodStrategy(DDPStrategy):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
-        for method in self.known.methods():
+        for method in self._methods():
             method.finish()
         self._make_alike()
 
+    def _methods(self) -> list[Method]:
+        """Of what lives on all ranks, in the order of building: each frees dropped ones in its own time. Collective."""
+        by_number = {number: optimizer for optimizer, number in self._optimizers.items()}
+        everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
+        return find_all(by_number[number] for number in sorted(everywhere))
+
     def _make_alike(self) -> None:
-        self._common.make_alike(list(self.known.modules), self.known.methods())
-
-    @override
-    def teardown(self) -> None:
-        """Ends what has begun, and lets modules and optimizers go: another strategy may train them then. Collective.
-
-        Fabric never calls it.
-        """
-        self.sync()
-        self.wait_for_checkpoint()
-        for method in self.known.methods():
-            method.close()
-        self.known = Known()
-        super().teardown()
+        self._common.make_alike(list(self._modules), self._methods())
 
     @override
     def clip_gradients_norm(
@@ -245,19 +240,17 @@ class FabricMethodStrategy(DDPStrategy):
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         self._common.words.before_save()
         self._make_alike()
-        methods, late = {name: find(value) for name, value in state.items()}, dict(filter or {})
-        early = {name: late.pop(name) for name in [*late] if methods.get(name) is None}
 
         def dump() -> dict[str, Any]:
-            own = {name: method.own_state() for name, method in methods.items() if method is not None}
-            return self._convert_stateful_objects_in_state({**_with_stand_ins(state), **own}, early)
+            own = {name: method.own_state() for name, each in state.items() if (method := find(each)) is not None}
+            given = {name: _stand_in(each) for name, each in state.items()} | own
+            return self._convert_stateful_objects_in_state(given, {})
 
         content = Communicator().raise_on_all_ranks(dump)
 
         def write(whole: dict[str, Any], path: Any) -> None:
-            for name, keep in late.items():  # of an optimizer, whose state was not there to be filtered
-                kept = {key: value for key, value in whole.pop(name).items() if keep(key, value)}
-                whole |= {name: kept} if kept else {}
+            for name, keep in (filter or {}).items():
+                whole[name] = {key: value for key, value in whole[name].items() if keep(key, value)}
             self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
 
         special = storage_options is not None or filter is not None
@@ -276,31 +269,21 @@ class FabricMethodStrategy(DDPStrategy):
         content, rng = self._checkpoints.load(path, read, weights_only, ours)
         if not state:
             return content
-        self._take_up(content, state, strict)
+        wanted: dict[str, Any] = state if isinstance(state, dict) else {"": state}
+        found = content if isinstance(state, dict) else {"": content}
+        check_strictly(wanted.keys(), found.keys(), strict=strict)
+        names = [name for name in wanted if name in found]
+        for name in sorted(names, key=lambda each: find(wanted[each]) is not None):  # who sets parameters is last
+            value, saved = wanted[name], found.pop(name)
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, saved, strict=strict)
+            elif isinstance(value, (Optimizer, Stateful)):
+                (find(value) or _stand_in(value)).load_state_dict(saved)
+            else:
+                wanted[name] = saved
         if rng is not None and ours:
             set_rng_state(rng)
-        return content if isinstance(state, dict) else {}
-
-    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
-        """Loads a checkpoint's content into what was given for it, as Lightning does, and removes it there."""
-        if not isinstance(state, dict):
-            self._load_into(state, content, strict)
-            return
-        check_strictly(state.keys(), content.keys(), strict=strict)
-        given = _with_stand_ins(state).items()
-        for name, value in sorted(given, key=lambda each: find(each[1]) is not None):  # who sets parameters is last
-            if name not in content:
-                continue
-            if isinstance(value, (Module, Optimizer, Stateful)):
-                self._load_into(value, content.pop(name), strict)
-            else:
-                state[name] = content.pop(name)
-
-    def _load_into(self, value: Any, saved: Any, strict: bool) -> None:
-        if isinstance(value, Module):
-            self.load_module_state_dict(value, saved, strict=strict)
-        else:
-            (find(value) or value).load_state_dict(saved)
+        return found
 
     # ------------------------------------------------------------------------------------------------- the end
 
@@ -317,40 +300,13 @@ class FabricMethodStrategy(DDPStrategy):
         return self._common.words.stop_heard
 
 
-class Known:
-    """What was set up with a strategy, as long as the user keeps it: the strategy must not keep a model alive."""
-
-    def __init__(self) -> None:
-        self.modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        """In the order in which they were set up."""
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Those under the method, as the user steps them, with their numbers."""
-        self.number = itertools.count()
-        """Of the next: all ranks count alike."""
-
-    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
-        """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        return Known, ()
-
-    def methods(self) -> list[Method]:
-        """Of what lives on all ranks, in the order of building: each frees dropped ones in its own time. Collective."""
-        by_number = {number: optimizer for optimizer, number in self.optimizers.items()}
-        everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
-        return find_all(by_number[number] for number in sorted(everywhere))
-
-
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _with_stand_ins(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, with stand-ins for schedulers that give and take data only."""
-    return {name: Restored(value) if isinstance(value, LRScheduler) else value for name, value in state.items()}
-
-
-def _finish(saver: weakref.ref[Saver]) -> None:
-    if (there := saver()) is not None:
-        there.finish(raising=False)
+def _stand_in(value: Any) -> Any:
+    """A scheduler as one that gives and takes data only; anything else as it is."""
+    return Restored(value) if isinstance(value, LRScheduler) else value
 
 
 class _GradientSync(BackwardSyncControl):

@@ -35,11 +35,6 @@ FAILING_SECONDS = 3.0
 """How long a rank that has met an error waits for all others to meet one, too."""
 
 
-def ends_together(exception: BaseException) -> bool:
-    """Whether it ends the fit on all ranks after the same batch, so that they go on sending each other messages."""
-    return isinstance(exception, SIGTERMException)
-
-
 class Signals(Callback):
     """Notes signals in place of Lightning's handlers, and does what those do when all ranks have heard of them.
 
@@ -144,7 +139,7 @@ class Signals(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
-        if ends_together(exception):
+        if isinstance(exception, SIGTERMException):  # all ranks end after the same batch
             return
         saving = [callback for callback in callbacks_of(trainer) if _saves(callback)]
         self.failed_alone = not self._words.all_failed(FAILING_SECONDS)

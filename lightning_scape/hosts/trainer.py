@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,7 +42,7 @@ from lightning_scape.hosts.common import (
 )
 from lightning_scape.hosts.generators import Generators
 from lightning_scape.hosts.private_names import NoOptimizer
-from lightning_scape.hosts.replaced import callbacks_of, insert_first, replace
+from lightning_scape.hosts.replaced import insert_first, replace
 from lightning_scape.hosts.run_length import is_last_step
 from lightning_scape.hosts.schedulers import as_data, with_live
 
@@ -125,7 +126,6 @@ class MethodStrategy(DDPStrategy):
         self._replaced.close()
         act_together(self._replaced, trainer, self._before_save)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._nodes.check_callbacks(callbacks_of(trainer))
             words = self._common.new_words(self)
             self._signals = signals.Signals(trainer, words, self._checkpoints.saver, self._replaced)
 
@@ -220,7 +220,7 @@ class MethodStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
-        self._interrupted = not signals.ends_together(exception)
+        self._interrupted = not isinstance(exception, SIGTERMException)
         if self._interrupted:
             leave_groups(self._signals is not None and self._signals.failed_alone)
 

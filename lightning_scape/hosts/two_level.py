@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -48,10 +46,6 @@ class Nodes:
         self.mesh: DeviceMesh | None = None
         """Nodes times ranks of a node, its dimensions named ``replicate`` and ``shard``."""
         self._replaced: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a strategy: its set-up makes the mesh anew."""
-        return {**vars(self), "mesh": None, "_replaced": None}
 
     @property
     def several(self) -> bool:
@@ -91,16 +85,6 @@ class Nodes:
             mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
             meshes[size, device.type] = mesh
         self.mesh = meshes[size, device.type]
-
-    def check_callbacks(self, callbacks: Iterable[Callback]) -> None:
-        """Raises ``ValueError`` for callbacks that a sharded module cannot have."""
-        kinds = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
-        found = [type(each).__name__ for each in callbacks if isinstance(each, kinds)]
-        if self.several and found:
-            raise ValueError(
-                f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which"
-                " needs whole ones. Leave it out, or leave out `local_group_size`."
-            )
 
     def shard(self, module: nn.Module, device: torch.device, precision: str) -> None:
         """Shards what the user has not; all ranks begin as rank 0. Collective.

@@ -63,10 +63,6 @@ class Words:
         """Over all ranks. Collective."""
         return cls(group_beside(None, "words"), lag)
 
-    def __reduce__(self) -> tuple[type[Words], tuple[None, int]]:
-        """A copy is alone."""
-        return Words, (None, self.lag)
-
     def say(self, *, last: bool = False, saving: bool = False) -> None:
         """Says a word; all ranks say as many. ``last``: this rank's epoch ends. ``saving``: it is in a save."""
         facts = [self.stop, self.save, last, saving, self._waits]
