@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -195,10 +196,6 @@ def sharded_scaler(scaler: GradScaler) -> GradScaler:
     for it. The scale and how it grows are those of ``scaler``. With one rank nothing changes.
     """
     if not scaler.is_enabled() or world_size() == 1:
-        return scaler
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    if isinstance(scaler, ShardedGradScaler):
         return scaler
     sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=None)
     sharded.load_state_dict(scaler.state_dict())

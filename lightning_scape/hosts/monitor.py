@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -68,7 +67,9 @@ class ScapeMonitor(Callback):
             return
         metrics: dict[str, float] = {}
         shown: dict[str, float] = {}
-        for place, (prefix, method) in enumerate(_with_prefixes(find_all(trainer.optimizers))):
+        methods = find_all(trainer.optimizers)
+        for place, method in enumerate(methods):
+            prefix = method.name if len(methods) == 1 else f"{method.name}-{place}"
             stats = method.figures()
             steps, sent, dense = self._run(place, method)
             stats |= {"bytes_run": float(sent), "bytes_run_dense": float(dense)}
@@ -99,9 +100,3 @@ class ScapeMonitor(Callback):
         steps, sent = self._before[place]
         steps = method.steps - steps
         return steps, method.communicator.traffic.total - sent, steps * method.dense_bytes
-
-
-def _with_prefixes(methods: list[Method]) -> Iterator[tuple[str, Method]]:
-    """Each method with its metrics' prefix: ``scape``, or ``scape-0``, ``scape-1``, ... with several optimizers."""
-    for index, method in enumerate(methods):
-        yield method.name if len(methods) == 1 else f"{method.name}-{index}", method

@@ -17,17 +17,14 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def insert(stack: ExitStack, trainer: Trainer, guest: Callback) -> None:
-    """Inserts a callback until the stack is closed: after those that act on a batch, and before those that save."""
+def insert(stack: ExitStack, trainer: Trainer, guest: Callback, first: bool = False) -> None:
+    """Inserts a callback until the stack is closed: after those that act on a batch, and before those that save.
+
+    With ``first`` before all others, which may draw random numbers, or write averages into the module.
+    """
     callbacks = callbacks_of(trainer)
-    first = next((index for index, other in enumerate(callbacks) if isinstance(other, Checkpoint)), None)
-    callbacks.insert(len(callbacks) if first is None else first, guest)
-    stack.callback(_remove, trainer, guest)
-
-
-def insert_first(stack: ExitStack, trainer: Trainer, guest: Callback) -> None:
-    """Inserts one before all other callbacks, which may draw random numbers, or write averages into the module."""
-    callbacks_of(trainer).insert(0, guest)
+    places = [index for index, other in enumerate(callbacks) if first or isinstance(other, Checkpoint)]
+    callbacks.insert(min(places, default=len(callbacks)), guest)
     stack.callback(_remove, trainer, guest)
 
 

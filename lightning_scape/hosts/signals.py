@@ -7,6 +7,7 @@ the fit ends after this batch, callbacks save what they save on an exception; or
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -27,8 +28,7 @@ from lightning_scape.hosts.private_names import (
     signals,
     skips_backward,
 )
-from lightning_scape.hosts.replaced import callbacks_of, insert, insert_first, replace
-from lightning_scape.hosts.run_length import ends_epoch
+from lightning_scape.hosts.replaced import callbacks_of, insert, replace
 from lightning_scape.hosts.words import Words
 
 FAILING_SECONDS = 3.0
@@ -55,7 +55,7 @@ class Signals(Callback):
         replace(replaced, signals(trainer), REQUEUE_HANDLER, self._note_save)
         replace(replaced, trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
         insert(replaced, trainer, self)
-        insert_first(replaced, trainer, End(words))
+        insert(replaced, trainer, End(words), first=True)
 
     def _note_stop(self, signum: int, frame: Any) -> None:
         if self._launcher is not None and not self._words.stop:
@@ -73,7 +73,7 @@ class Signals(Callback):
             # An epoch of StochasticWeightAveraging without steps: each rank's own average is in place, and BatchNorm's
             # statistics are measured with it.
             end_windows(trainer)
-        self._words.begin_batch(last=ends_epoch(trainer))
+        self._words.begin_batch(last=_ends_epoch(trainer))
         progress = trainer.fit_loop.epoch_loop.batch_progress
         for method in find_all(trainer.optimizers):  # not in the step: a module may step an optimizer that it has kept
             method.announce_batch(progress.current.ready)
@@ -188,3 +188,20 @@ def _saves(callback: Callback) -> bool:
     if isinstance(callback, ModelCheckpoint):
         return bool(callback.save_on_exception)
     return isinstance(callback, Checkpoint) and type(callback).on_exception is not Callback.on_exception
+
+
+def is_last_step(trainer: Trainer) -> bool:
+    """Whether the run ends with the step under way, where that is known: a module may step when it likes by hand."""
+    if not trainer.lightning_module.automatic_optimization:
+        return False
+    last_epoch = trainer.num_training_batches < math.inf and trainer.current_epoch + 1 == trainer.max_epochs
+    last_batch: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return trainer.global_step + 1 == trainer.max_steps or (last_epoch and last_batch)
+
+
+def _ends_epoch(trainer: Trainer) -> bool:
+    """Whether this rank's epoch ends with this batch, and the run does not end with its step."""
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0  # on the ranks that go on, too
+    ends_run = steps and 0 <= loop.max_steps <= loop.global_step + 1
+    return loop.batch_progress.is_last_batch and not ends_run

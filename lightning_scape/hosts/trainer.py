@@ -42,8 +42,7 @@ from lightning_scape.hosts.common import (
 )
 from lightning_scape.hosts.generators import Generators
 from lightning_scape.hosts.private_names import NoOptimizer
-from lightning_scape.hosts.replaced import insert_first, replace
-from lightning_scape.hosts.run_length import is_last_step
+from lightning_scape.hosts.replaced import insert, replace
 from lightning_scape.hosts.schedulers import as_data, with_live
 
 
@@ -120,9 +119,7 @@ class MethodStrategy(DDPStrategy):
         super().setup_environment()
         self._common.meet(self)
         self._interrupted = False
-        if self.lightning_module is None:
-            return
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._replaced.close()
         act_together(self._replaced, trainer, self._before_save)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -196,7 +193,7 @@ class MethodStrategy(DDPStrategy):
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, *args, **kwargs)
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
-        if method is not None and is_last_step(self._module.trainer):
+        if method is not None and signals.is_last_step(self._module.trainer):
             method.finish()
         return result
 
@@ -297,7 +294,7 @@ class MethodStrategy(DDPStrategy):
         states[:] = [with_live(*pair) for pair in zip(schedulers, states, strict=False)]
         if self._saved_rng is not None:
             self._generators, self._saved_rng = Generators(self._saved_rng), None
-            insert_first(self._replaced, self._module.trainer, self._generators)
+            insert(self._replaced, self._module.trainer, self._generators, first=True)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
