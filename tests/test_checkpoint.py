@@ -469,7 +469,7 @@ def another_order_and_nothing_else(rank: int, world_size: int, folder: str) -> N
             for parameter in net.parameters():
                 nn.init.zeros_(parameter)
             state = {"optimizer": optimizer, "model": model, "step": 0}
-            with mock.patch.object(files, "read", wraps=files.read) as read:
+            with mock.patch.object(files, "load_file", wraps=files.load_file) as read:
                 fabric.load(path, state)
             opened = {Path(call.args[0]).name for call in read.call_args_list}
             # Another rank's only for what is not there: a starting point is rank 0's.

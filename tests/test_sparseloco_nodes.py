@@ -14,7 +14,7 @@ from two_level_helpers import Holder, make_mesh, mean_gradient, node_of, sharded
 
 from lightning_scape import SparseLoCo
 from lightning_scape.checkpoint.saver import Saver, verify
-from lightning_scape.checkpoint.shards import Directory
+from lightning_scape.checkpoint.shards import read_directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import local
 
@@ -93,7 +93,7 @@ def save(loco: SparseLoCo, path: Path, kind: str) -> None:
 def read(path: Path, kind: str) -> Any:
     if kind == "whole":
         return torch.load(path, weights_only=True)
-    return Directory(path, Communicator()).content["loco"]
+    return read_directory(path, Communicator())["loco"]
 
 
 def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor, Tensor]:

@@ -102,10 +102,22 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
     new, lock = _new(path, folder)
     try:
         yield new
-        while not _renamed(new, path):
-            with contextlib.suppress(FileNotFoundError):  # another save has moved it
-                _check_replaceable(path)
-                aside.append(path.rename(_beside(path, "previous")))
+        while True:
+            try:
+                os.replace(new, path)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
+                    raise
+                with contextlib.suppress(FileNotFoundError):  # another save has moved it
+                    _check_replaceable(path)
+                    aside.append(path.rename(_beside(path, "previous")))
+        with contextlib.suppress(OSError):
+            parent = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(parent)  # renames last through a power cut
+            finally:
+                os.close(parent)
         for each in aside:
             remove(each)
     finally:
@@ -114,23 +126,6 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
         if aside and not os.path.lexists(path):
             with contextlib.suppress(OSError):
                 aside[-1].rename(path)
-
-
-def _renamed(new: Path, path: Path) -> bool:
-    """Gives what is complete its name; False if what is there must be moved before."""
-    try:
-        os.replace(new, path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
-            return False
-        raise
-    with contextlib.suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # renames last through a power cut
-        finally:
-            os.close(folder)
-    return True
 
 
 def _new(path: Path, folder: bool) -> tuple[Path, int]:
@@ -246,23 +241,20 @@ def _damage(path: Path, what: object) -> CheckpointError:
     )
 
 
-def load_file(path: Path, weights_only: bool | None = None, **options: Any) -> Any:
-    """:func:`check`, then :func:`read`."""
-    check(path)
-    return read(path, weights_only, **options)
-
-
-def read(path: Path, weights_only: bool | None = None, **options: Any) -> Any:
+def load_file(path: Path, weights_only: bool | None = None, checked: bool = True, **options: Any) -> Any:
     """``torch.load`` into host memory.
 
     Args:
         path: of the file.
         weights_only: False lets the file execute code; None is torch's own default, True.
+        checked: whether :func:`check` comes first.
         options: others of ``torch.load``.
 
     Raises:
-        CheckpointError: the file holds what ``weights_only`` does not read.
+        CheckpointError: the file is damaged, or holds what ``weights_only`` does not read.
     """
+    if checked:
+        check(path)
     try:
         return torch.load(path, weights_only=weights_only, **{"map_location": "cpu", **options})
     except pickle.UnpicklingError as error:

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.shards import (
-    Directory,
-    OwnState,
-    SavedState,
+    State,
     Where,
     collect,
-    put,
+    read_directory,
     saved_in,
-    states_in,
     whole_state,
+    with_states,
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
@@ -58,7 +56,7 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _alike(states: dict[Where, OwnState], ranks: Communicator) -> dict[Where, OwnState]:
+def _alike(states: dict[Where, State], ranks: Communicator) -> dict[Where, State]:
     """Those that rank 0 saves, too. Raises ``ValueError`` on every rank if one lacks some of them. Collective."""
     first, *others = ranks.all_gather_object([*states])
     for rank, places in enumerate(others, 1):
@@ -99,7 +97,7 @@ class Saver:
 
         Args:
             path: the same on all ranks; None is none of this machine's.
-            content: the host's checkpoint, with this rank's :class:`OwnState` of each optimizer; rank 0's is written.
+            content: the host's checkpoint, with this rank's :class:`State` of each optimizer; rank 0's is written.
             ranks: all, on a group that works in host memory and is used for nothing else.
             write: writes the whole content as one file, on rank 0; None: a directory is written.
 
@@ -108,11 +106,16 @@ class Saver:
             ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
-        states = _alike(states_in(content, lambda each: isinstance(each, OwnState)), ranks)
-        lead, rng = ranks.rank == 0, rng_state()
-        rest = dict(content) if lead else {}
-        for where, state in states.items() if lead else ():
-            put(rest, where, state.without_tensors())
+        found: dict[Where, State] = {}
+
+        def without_tensors(where: Where, value: Any) -> Any:
+            if not isinstance(value, State):
+                return value
+            found[where] = value
+            return {**value, value.facts["method"]: {"facts": value.facts}}
+
+        lead, rng, rest = ranks.rank == 0, rng_state(), with_states(content, without_tensors)
+        states, rest = _alike(found, ranks), rest if lead else {}
         if self.asynchronous:
             if path is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
                 with files.explained(path):
@@ -127,11 +130,12 @@ class Saver:
                 assert path is not None
                 write_directory(path, rest, states, ranks)
                 return
+            wholes: dict[Where, Any] = {}
             for where in [*states]:  # each is given up as it is collected
                 whole = collect(states.pop(where), ranks, torch.device("cpu"))
-                if whole is not None:
-                    put(rest, where, whole_state(whole))
-            ranks.raise_on_all_ranks(lambda: write(rest) if lead else None)
+                wholes[where] = None if whole is None else whole_state(whole)
+            content = with_states(rest, lambda where, value: wholes.get(where, value))
+            ranks.raise_on_all_ranks(lambda: write(content) if lead else None)
 
         if self.asynchronous:
             self._beside(act)
@@ -219,10 +223,8 @@ def consolidate(path: Path) -> dict[Any, Any]:
     Raises:
         CheckpointError: there is none at ``path``, or it is torn or damaged.
     """
-    content = Directory(checkpoint_in(path), Communicator.alone()).content
-    for where, state in states_in(content, lambda each: isinstance(each, SavedState)).items():
-        put(content, where, whole_state(state))
-    return content
+    content = read_directory(checkpoint_in(path), Communicator.alone())
+    return with_states(content, lambda _, each: whole_state(each) if isinstance(each, State) else each)
 
 
 def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:
@@ -238,7 +240,7 @@ def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> No
     """
     path = checkpoint_in(Path(path))
     if path.is_dir():
-        Directory(path, Communicator.alone(), weights_only)
+        read_directory(path, Communicator.alone(), weights_only)
     else:
         files.load_file(path, weights_only, mmap=True)
 
@@ -301,7 +303,7 @@ def _step_of(path: Path) -> int:
     file = path / files.META if path.is_dir() else path
     files.check(file, whole=False)
     try:
-        content = files.read(file, True, mmap=True)  # nothing is read but the pickle
+        content = files.load_file(file, True, checked=False, mmap=True)  # nothing is read but the pickle
     except files.CheckpointError:  # a load may trust it
         return -1
     if path.is_dir():
@@ -310,6 +312,6 @@ def _step_of(path: Path) -> int:
         content = content["rest"]
     if not isinstance(content, dict):
         return -1
-    facts = [saved_in(state)["facts"] for state in states_in(content, saved_in).values()]
-    counts = [content.get("global_step"), *(each["step"] for each in facts)]
+    counts = [content.get("global_step")]
+    with_states(content, lambda _, each: counts.append(saved_in(each).get("facts", {}).get("step")))
     return next((count for count in counts if type(count) is int), -1)

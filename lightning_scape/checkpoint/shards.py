@@ -147,43 +147,36 @@ def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: C
 # ------------------------------------------------------------------------------------------------ states
 
 
-class OwnState(dict[str, Any]):
-    """What this rank holds of one optimizer's state: views of the live state. As a dict, what hosts see of it.
+class State(dict[str, Any]):
+    """One optimizer's state, as a rank holds it (views of the live one) or as it was saved. As a dict, what hosts see.
 
     Args:
         shown: ``param_groups``, and what the user's hooks add to a state dict.
         facts: the same on all ranks; ``method``, ``ranks`` and ``shards`` are among them.
-        part: this rank's chunks, and facts of its own.
-    """
-
-    def __init__(self, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Mapping[str, Any]) -> None:
-        super().__init__(shown)
-        self.facts, self.part = {"format": FORMAT, **facts}, part
-
-    def without_tensors(self) -> dict[str, Any]:
-        """What stands for it in a directory's ``meta.pt``."""
-        return {**self, self.facts["method"]: {"facts": self.facts}}
-
-
-class SavedState(dict[str, Any]):
-    """A saved state, of a file or of a directory: facts, and the ranks' parts. As a dict, what hosts see of it.
-
-    Args:
-        state: as it was saved.
-        facts: likewise.
-        parts: give the parts. They are asked one after the other, and only for what those before lack.
+        parts: give parts of the ranks. They are asked one after the other, and only for what those before lack.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], facts: Mapping[str, Any], parts: Sequence[Callable[[], Mapping[str, Any]]]
+        self, shown: Mapping[str, Any], facts: Mapping[str, Any], *parts: Callable[[], Mapping[str, Any]]
     ) -> None:
-        super().__init__({name: value for name, value in state.items() if name not in ("state", facts["method"])})
-        if facts["format"] > FORMAT:
+        super().__init__({name: value for name, value in shown.items() if name not in ("state", facts["method"])})
+        self.facts: dict[str, Any] = {"format": FORMAT, **facts}
+        self._parts = parts
+        if self.facts["format"] > FORMAT:
             raise files.CheckpointError(
                 f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
                 " Upgrade this installation."
             )
-        self.facts, self._parts = facts, parts
+
+    @classmethod
+    def own(cls, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Mapping[str, Any]) -> State:
+        """A rank's: its chunks, and facts of its own."""
+        return cls(shown, facts, functools.partial(dict, part))
+
+    @property
+    def part(self) -> Mapping[str, Any]:
+        """The first: of this rank."""
+        return self._parts[0]()
 
     def pieces(self, key: str) -> Iterator[Any]:
         """The chunks that hold a tensor, or a rank's facts."""
@@ -211,11 +204,6 @@ class SavedState(dict[str, Any]):
                 f"A state must hold all {into.length} entries of {key!r}, got {filled} of the {wanted} that this rank"
                 " needs. Load it into the model that it was saved from."
             )
-
-    def read_all(self, chunks: Mapping[str, Chunk]) -> None:
-        """The same for each chunk, by its key."""
-        for key, chunk in chunks.items():
-            self.read(key, chunk)
 
     def whole(self, key: str) -> Any:
         """A whole tensor, in host memory: the saved one, if it is in one piece; or a rank's facts.
@@ -262,28 +250,19 @@ class SavedState(dict[str, Any]):
             chunk.tensor.div_(before)
 
 
-def whole_state(saved: SavedState) -> dict[str, Any]:
+def whole_state(saved: State) -> dict[str, Any]:
     """A whole state, as its method writes it."""
     return named(saved.facts["method"]).whole_state(saved)
 
 
-def states_in(content: Mapping[Any, Any], wanted: Callable[[Any], Any]) -> dict[Where, Any]:
-    """The optimizers' states in a host's checkpoint, as values or in a list: those that are wanted."""
+def with_states(content: Mapping[Any, Any], act: Callable[[Where, Any], Any]) -> dict[Any, Any]:
+    """A host's checkpoint with what ``act`` gives for each value, and for each in a list: they may be states."""
     return {
-        (name, place): each
+        name: [act((name, place), each) for place, each in enumerate(value)]
+        if isinstance(value, list)
+        else act((name, None), value)
         for name, value in content.items()
-        for place, each in (enumerate(value) if isinstance(value, list) else [(None, value)])
-        if wanted(each)
     }
-
-
-def put(content: dict[Any, Any], where: Where, state: Any) -> None:
-    """Puts a state into its place."""
-    name, place = where
-    if place is None:
-        content[name] = state
-    else:
-        content[name] = [state if number == place else each for number, each in enumerate(content[name])]
 
 
 def saved_in(state: Any) -> Mapping[str, Any]:
@@ -295,12 +274,12 @@ def saved_in(state: Any) -> Mapping[str, Any]:
 
 
 def taken(given: Any, method: str) -> Any:
-    """What a load was given: a :class:`SavedState` if it is of the method, else a dict such as torch's optimizers have.
+    """What a load was given: a :class:`State` if it is of the method, else a dict such as torch's optimizers have.
 
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(given, SavedState):
+    if isinstance(given, State):
         return given if given.facts["method"] == method else whole_state(given)
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise ValueError(
@@ -312,7 +291,7 @@ def taken(given: Any, method: str) -> Any:
     if not isinstance(saved, Mapping) or not {"facts", "tensors"} <= saved.keys():
         raise ValueError(f"A state of {method} must hold facts and tensors, got another. Load another checkpoint.")
     part = {key: Chunk.whole(each) if isinstance(each, Tensor) else each for key, each in saved["tensors"].items()}
-    return SavedState(given, saved["facts"], [lambda: part])
+    return State.own(given, saved["facts"], part)
 
 
 # ------------------------------------------------------------------------------------------------ one file
@@ -326,7 +305,7 @@ def not_collected(rank: int, call: str) -> RuntimeError:
     )
 
 
-def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int = 0) -> SavedState | None:
+def collect(state: State, ranks: Communicator, device: torch.device, to: int = 0) -> State | None:
     """The state of all ranks on rank ``to``, in host memory; None elsewhere. Collective.
 
     Args:
@@ -351,13 +330,13 @@ def collect(state: OwnState, ranks: Communicator, device: torch.device, to: int 
                 wholes[key] = Chunk.whole(each.tensor.new_empty(each.length, *each.tensor.shape[1:], device="cpu"))
             rows.append(wholes[key].tensor[each.offset : each.end])
     ranks.carry([chunk.tensor for chunk in mine.values()], into, to, device)
-    return SavedState(state, state.facts, [lambda: wholes]) if ranks.rank == to else None
+    return State.own(state, state.facts, wholes) if ranks.rank == to else None
 
 
 # ------------------------------------------------------------------------------------------------ a directory
 
 
-def write_directory(path: Path, rest: Any, states: Mapping[Where, OwnState], ranks: Communicator) -> None:
+def write_directory(path: Path, rest: Any, states: Mapping[Where, State], ranks: Communicator) -> None:
     """Writes a checkpoint that is a directory. Collective; all ranks must see the same folder.
 
     Args:
@@ -394,8 +373,10 @@ def _plain_form(each: Any) -> Any:
     return (each.tensor.detach().to("cpu"), each.offset, each.length) if isinstance(each, Chunk) else each
 
 
-class Directory:
-    """A checkpoint that is a directory, found complete and undamaged. Tensors are read when they are asked for.
+def read_directory(
+    path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True
+) -> dict[Any, Any]:
+    """The host's checkpoint in a directory, with its optimizers' :class:`State`: tensors are read when they are needed.
 
     Args:
         path: of the directory.
@@ -407,50 +388,40 @@ class Directory:
         CheckpointError: it is torn or damaged; on every rank.
     """
 
-    def __init__(self, path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True) -> None:
-        self._path, self._weights_only = path, weights_only
-        self._opened: dict[int, dict[Where, dict[str, Any]]] = {}
-        meta = ranks.raise_on_all_ranks(lambda: self._read(files.META, None))
-        self._token, before = meta["token"], meta["ranks"]
-        if parts:
-            mine = range(before)[ranks.rank :: ranks.world_size]
-            ranks.raise_on_all_ranks(lambda: [self._part(number, check=True) for number in mine])
-        own = ranks.rank * before // ranks.world_size  # a rank's own first, where as many have saved
-        order = [own, *(number for number in range(before) if number != own)]
-        self.content: dict[Any, Any] = meta["rest"]
-        """The host's checkpoint, with its optimizers' :class:`SavedState`."""
-        for where, state in states_in(self.content, saved_in).items():
-            held = saved_in(state)
-            if "tensors" not in held:
-                gives = [functools.partial(self._state, where, number) for number in order]
-                put(self.content, where, SavedState(state, held["facts"], gives))
-
-    def _state(self, where: Where, number: int) -> Mapping[str, Any]:
-        return self._part(number)[where]
-
-    def _part(self, number: int, check: bool = False) -> dict[Where, dict[str, Any]]:
-        """A rank's part, its tensors mapped: memory is used where they are read."""
-        if number not in self._opened:
-            states = self._read(f"rank-{number}.pt", self._token, check, mmap=True)["states"]
-            for held in states.values():
-                held.update({key: Chunk(*each) for key, each in held.items() if isinstance(each, tuple)})
-            self._opened[number] = states
-        return self._opened[number]
-
-    def _read(self, name: str, token: str | None, check: bool = True, **options: Any) -> dict[str, Any]:
-        """One of its files, which all have the same token; None takes any."""
-        path = self._path / name
+    def read(name: str, check: bool, **options: Any) -> dict[str, Any]:
         try:
-            if check:
-                files.check(path)
-            content = files.read(path, self._weights_only, **options)
+            content = files.load_file(path / name, weights_only, check, **options)
         except (FileNotFoundError, NotADirectoryError):
             raise files.CheckpointError(
-                f"The checkpoint {str(self._path)!r} is torn, or no directory of ours: it lacks {name}. Load another."
+                f"The checkpoint {str(path)!r} is torn, or no directory of ours: it lacks {name}. Load another."
             ) from None
-        if not isinstance(content, dict) or "token" not in content or token not in (None, content["token"]):
+        if not isinstance(content, dict) or "token" not in content or content["token"] != (token or content["token"]):
             raise files.CheckpointError(
-                f"{str(path)!r} must be of one save with the others, got another. Load another one."
+                f"{str(path / name)!r} must be of one save with the others, got another. Load another one."
             )
-        found: dict[str, Any] = content
-        return found
+        return content
+
+    def part(number: int, check: bool = False) -> dict[Where, dict[str, Any]]:
+        """A rank's, its tensors mapped: memory is used where they are read."""
+        if number not in opened:
+            opened[number] = states = read(f"rank-{number}.pt", check, mmap=True)["states"]
+            for held in states.values():
+                held.update({key: Chunk(*each) for key, each in held.items() if isinstance(each, tuple)})
+        return opened[number]
+
+    def state(where: Where, value: Any) -> Any:
+        held = saved_in(value)
+        if not held or "tensors" in held:
+            return value
+        gives = (functools.partial(lambda number: part(number)[where], number) for number in order)
+        return State(value, held["facts"], *gives)
+
+    token, opened = None, dict[int, dict[Where, dict[str, Any]]]()
+    meta = ranks.raise_on_all_ranks(lambda: read(files.META, True))
+    token, before = meta["token"], meta["ranks"]
+    if parts:
+        mine = range(before)[ranks.rank :: ranks.world_size]
+        ranks.raise_on_all_ranks(lambda: [part(number, check=True) for number in mine])
+    own = ranks.rank * before // ranks.world_size  # a rank's own first, where as many have saved
+    order = sorted(range(before), key=lambda number: number != own)
+    return with_states(meta["rest"], state)

@@ -154,16 +154,16 @@ class Method(ABC):
 
     @abstractmethod
     def own_state(self) -> Any:
-        """What this rank holds of the state: a ``checkpoint.shards.OwnState``, views."""
+        """What this rank holds of the state: a ``checkpoint.shards.State``, views."""
 
     @classmethod
     @abstractmethod
     def whole_state(cls, state: Any) -> dict[str, Any]:
-        """A ``checkpoint.shards.SavedState`` of this method as a file has it; torch's optimizers take that, too."""
+        """A ``checkpoint.shards.State`` of this method as a file has it; torch's optimizers take that, too."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
-        """Takes up a state, whole or ``checkpoint.shards.SavedState``, of any number of ranks. All ranks call it.
+        """Takes up a state, whole or ``checkpoint.shards.State``, of any number of ranks. All ranks call it.
 
         The model has been loaded before: where ranks have parameters of their own, this puts them in its place.
         """

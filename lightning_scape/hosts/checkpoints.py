@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.saver import RNG, Saver
-from lightning_scape.checkpoint.shards import Directory
+from lightning_scape.checkpoint.shards import read_directory
 from lightning_scape.comm.collectives import Communicator, group_beside
 from lightning_scape.hosts import two_level
 from lightning_scape.hosts.private_names import WrappingIO, checkpoints
@@ -59,7 +59,7 @@ class Checkpoints:
         """Collective.
 
         Args:
-            content: the host's checkpoint, with each optimizer's ``OwnState``.
+            content: the host's checkpoint, with each optimizer's ``State``.
             path: rank 0's.
             special: whether options of one file were given.
             write: writes one file to a path, on rank 0.
@@ -98,7 +98,7 @@ class Checkpoints:
                     " file system that all machines share, and give all ranks the same path."
                 )
         if local is not None and local.is_dir():
-            content = Directory(local, ranks, weights_only, parts=optimizers).content
+            content = read_directory(local, ranks, weights_only, parts=optimizers)
         else:
             content = ranks.raise_on_all_ranks(read)
         states = content.pop(RNG, []) if isinstance(content, dict) else []

@@ -29,7 +29,7 @@ _HERE = "_lightning_scape"
 ELSEWHERE = "lightning_scape"
 """The one key of ``optimizer.state``: torch's ``get_optimizer_state_dict`` takes a step where the dict is empty."""
 PARTS = "lightning_scape_parts"
-"""Key of a ``SavedState`` in what an optimizer loads."""
+"""Key of a ``State`` in what an optimizer loads."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.shards import OwnState, SavedState
+from lightning_scape.checkpoint.shards import State
 from lightning_scape.comm.collectives import ProcessGroup, all_reduce_bytes
 from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
@@ -105,12 +105,12 @@ class ScapeMethod(Method):
         return all_reduce_bytes(self.scape.engine.parameters.local, self.communicator.world_size)
 
     @override
-    def own_state(self) -> OwnState:
+    def own_state(self) -> State:
         return self.scape.own_state()
 
     @classmethod
     @override
-    def whole_state(cls, state: SavedState) -> dict[str, Any]:
+    def whole_state(cls, state: State) -> dict[str, Any]:
         return saved.whole_state(state)
 
     @override

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.shards import OwnState, SavedState
+from lightning_scape.checkpoint.shards import State
 from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
@@ -293,7 +293,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         install.consolidate(self.engine, to)
 
-    def own_state(self) -> OwnState:
+    def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing."""
         return saved.own_state(self.engine, self.engine.state_at_rest(), self._shown())
 
@@ -319,7 +319,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any] | SavedState) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any] | State) -> None:
         """Takes this rank's part of a whole state, or of a directory's. Call on every rank, with the same state.
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
@@ -331,7 +331,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 package. Nothing has been changed then.
             OSError: a directory cannot be read; on every rank.
         """
-        parts = isinstance(state_dict, SavedState)
+        parts = isinstance(state_dict, State)
         self.optimizer.load_state_dict({**state_dict, "state": {}, install.PARTS: state_dict} if parts else state_dict)
 
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.shards import (
     Chunk,
-    OwnState,
-    SavedState,
+    State,
     changed_options,
     check_model,
     facts_of,
@@ -68,7 +67,7 @@ def _mask_key(engine: Engine) -> str:
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> OwnState:
+def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> State:
     """This rank's part of the state: views, nothing is copied or sent.
 
     Args:
@@ -97,10 +96,10 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> Ow
         "block_size": layout.block_size,
         "skipped": [engine.skips.in_row, engine.skips.total],
     }
-    return OwnState(shown, facts, chunks)
+    return State.own(shown, facts, chunks)
 
 
-def whole_state(saved: SavedState) -> dict[str, Any]:
+def whole_state(saved: State) -> dict[str, Any]:
     """A whole state, in host memory, as a file has it."""
     facts, tensors = saved.facts, saved.wholes()
 
@@ -150,7 +149,7 @@ def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
     Args:
         engine: is not changed.
         state: the buffers.
-        given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`SavedState`.
+        given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`State`.
 
     Returns:
         The rest. Take it up when all ranks have read their parts.
@@ -159,13 +158,9 @@ def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
         ValueError: the state is not of this model, or is damaged.
         OSError: a file cannot be read.
     """
-    given = taken(given, METHOD)
-    if not isinstance(given, SavedState):
-        return _load_dense(engine, state, given)
-    return _load(engine, state, given)
-
-
-def _load(engine: Engine, state: ScapeState, saved: SavedState) -> Loaded:
+    saved = taken(given, METHOD)
+    if not isinstance(saved, State):
+        return _load_dense(engine, state, saved)
     facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
     check_model(facts, parameters)
     notes = []
@@ -189,7 +184,8 @@ def _load(engine: Engine, state: ScapeState, saved: SavedState) -> Loaded:
 
     for name, tensor in _shard(state).items():
         if name in facts["tensors"]:
-            saved.read_all(old(_owned(engine, name, tensor)))
+            for key, chunk in old(_owned(engine, name, tensor)).items():
+                saved.read(key, chunk)
     rank, ranks = engine.comm.rank, layout.world_size
     saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
     if facts["ranks"] != ranks:
@@ -228,7 +224,7 @@ def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameter
         )
 
 
-def _read_mask(engine: Engine, saved: SavedState) -> tuple[Tensor | None, list[str]]:
+def _read_mask(engine: Engine, saved: State) -> tuple[Tensor | None, list[str]]:
     """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
     layout, facts = engine.layout, saved.facts
     if facts["shards"] == engine.node.world_size and facts["block_size"] == layout.block_size:

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_scape.checkpoint.shards import (
     Chunk,
-    OwnState,
-    SavedState,
+    State,
     changed_options,
     check_model,
     facts_of,
@@ -46,7 +45,7 @@ METHOD = "sparseloco"
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_state(loco: Algorithm) -> OwnState:
+def own_state(loco: Algorithm) -> State:
     """This rank's part of the state: views."""
     state, parameters, rank, node = loco.state, loco.parameters, loco.comm.rank, loco.node
     assert state is not None
@@ -66,7 +65,7 @@ def own_state(loco: Algorithm) -> OwnState:
         "step": loco.progress.steps,
         "progress": dict(vars(loco.progress)),
     }
-    return OwnState({"param_groups": inner["param_groups"]}, facts, chunks)
+    return State.own({"param_groups": inner["param_groups"]}, facts, chunks)
 
 
 def _of_blocks(name: str, loco: Algorithm, blocks: Tensor) -> dict[str, Chunk]:
@@ -94,7 +93,7 @@ def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str,
     return {**with_plain_numbers(saved), "state": state, "tensors": tensors}, chunks
 
 
-def whole_state(saved: SavedState) -> dict[str, Any]:
+def whole_state(saved: State) -> dict[str, Any]:
     """A whole state, in host memory, as a file has it."""
     tensors = saved.wholes()
     inner = _put_together(tensors["own.0"], lambda index, name: tensors[f"inner.0.{index}.{name}"])
@@ -134,20 +133,27 @@ def load(loco: Algorithm, given: Any) -> Loaded:
 
     Args:
         loco: as it is; it is not changed.
-        given: a whole state of SparseLoCo, of another method, or of the inner optimizer; or a :class:`SavedState`.
+        given: a whole state of SparseLoCo, of another method, or of the inner optimizer; or a :class:`State`.
 
     Raises:
         ValueError: the state is not of this model, is damaged, or does not fit the inner optimizer.
         OSError: a file cannot be read.
     """
     saved = taken(given, METHOD)
-    if not isinstance(saved, SavedState):
+    if not isinstance(saved, State):
         return _load_inner(loco, saved)
-    _check(loco, saved)
+    kind = type(loco.optimizer).__name__
+    if saved.facts["optimizer"] != kind:
+        raise ValueError(
+            f"The state must be of the inner optimizer, got one of {saved.facts['optimizer']}, and SparseLoCo wraps"
+            f" {kind}. Wrap the optimizer that it was saved with, or load the model alone."
+        )
+    check_model(saved.facts, loco.parameters)
     facts, state, here = saved.facts, loco.allocate(), loco.parameters.local
     rank, ranks, before = loco.comm.rank, loco.comm.world_size, saved.facts["ranks"]
     flats = [torch.zeros(each.numel(), dtype=torch.float32, device=each.device) for each in here]
-    saved.read_all(_of_blocks("start", loco, state.start))
+    for key, chunk in _of_blocks("start", loco, state.start).items():
+        saved.read(key, chunk)
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
     saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
     notes = changed_options(vars(loco.config), facts["config"], OF_THE_MESH)
@@ -160,18 +166,7 @@ def load(loco: Algorithm, given: Any) -> Loaded:
     return Loaded(_inner(loco, saved), facts["progress"], notes, state, flats)
 
 
-def _check(loco: Algorithm, saved: SavedState) -> None:
-    """Raises ValueError unless the state is of this model and this kind of optimizer."""
-    kind = type(loco.optimizer).__name__
-    if saved.facts["optimizer"] != kind:
-        raise ValueError(
-            f"The state must be of the inner optimizer, got one of {saved.facts['optimizer']}, and SparseLoCo wraps"
-            f" {kind}. Wrap the optimizer that it was saved with, or load the model alone."
-        )
-    check_model(saved.facts, loco.parameters)
-
-
-def _inner(loco: Algorithm, saved: SavedState) -> dict[str, Any]:
+def _inner(loco: Algorithm, saved: State) -> dict[str, Any]:
     """The inner optimizer's state, as it takes it. A group may hold numbers of the rank: a hook's changes are added."""
     shards = saved.facts["shards"]
     replica = loco.comm.rank % saved.facts["ranks"]

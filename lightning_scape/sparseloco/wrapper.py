@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.shards import OwnState, SavedState, collect, not_collected
+from lightning_scape.checkpoint.shards import State, collect, not_collected
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes, group_beside
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
@@ -305,11 +305,11 @@ class SparseLoCo(Method):
 
     @classmethod
     @override
-    def whole_state(cls, state: SavedState) -> dict[str, Any]:
+    def whole_state(cls, state: State) -> dict[str, Any]:
         return saved.whole_state(state)
 
     @override
-    def own_state(self) -> OwnState:
+    def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing after the first step."""
         self.algorithm.begin()
         self.algorithm.look_for_writes()
@@ -317,7 +317,7 @@ class SparseLoCo(Method):
         return saved.own_state(self.algorithm)
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedState) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | State) -> None:
         """Takes up a state, parameters and inner optimizer included. Call on every rank, with the same state.
 
         On the same number of ranks training goes on bit for bit, also in the middle of a window. On another number,
