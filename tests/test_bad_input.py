@@ -79,7 +79,9 @@ def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) ->
 def test_sparseloco_names_the_parameter_that_it_cannot_carry(dtype: torch.dtype) -> None:
     module = nn.ParameterDict({"fine": torch.zeros(3), "bad": torch.zeros(3, dtype=dtype)})
     with pytest.raises(ValueError, match=f"got bad .*in (torch.)?{str(dtype).removeprefix('torch.')}"):
-        SparseLoCo.attach(AdamW(module.parameters()), SparseLoCoConfig(), list(module.named_parameters()))
+        SparseLoCo.from_optimizer(
+            AdamW(module.parameters()), SparseLoCoConfig(), named_parameters=module.named_parameters()
+        )
 
 
 def test_parameters_that_cannot_be_carried_are_refused() -> None:

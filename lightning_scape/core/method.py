@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the package knows its methods by name before torch is impor
     from lightning_scape.comm.collectives import Communicator, ProcessGroup
 
 METHODS = {
-    "scape": "lightning_scape.scape.method:ScapeMethod",
+    "scape": "lightning_scape.scape.optimizer:ScapeOptimizer",
     "sparseloco": "lightning_scape.sparseloco.wrapper:SparseLoCo",
 }
 """By name; a module is imported when it is first asked for."""
@@ -53,12 +53,13 @@ class Method(ABC):
 
     @classmethod
     @abstractmethod
-    def attach(
+    def from_optimizer(
         cls,
         optimizer: Optimizer,
         config: Any,
-        named_parameters: Sequence[tuple[str, Tensor]] = (),
         process_group: ProcessGroup | None = None,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> Self:
         """Puts one of the user's optimizers under the method. Collective.
 
@@ -67,9 +68,9 @@ class Method(ABC):
         Args:
             optimizer: as the user has built it, not wrapped.
             config: of ``config_class``.
-            named_parameters: the module's, for error messages and checkpoints.
             process_group: the ranks that exchange: those that hold the same rows, one of each node, where nodes have
                 several ranks. None is all ranks, or, where every parameter is sharded over all of them, this one alone.
+            named_parameters: the module's, for error messages and checkpoints.
 
         Raises:
             TypeError, ValueError: the method cannot train it, or ranks differ; on every rank.
@@ -114,7 +115,7 @@ class Method(ABC):
         """Before a step: how many batches of the epoch this rank has had."""
         return
 
-    def clip_grad_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Bounds the norm of the gradient averaged over ranks, which none holds, in the coming step. Collective.
 
         Returns:
@@ -130,7 +131,7 @@ class Method(ABC):
 
     @property
     @abstractmethod
-    def steps(self) -> int:
+    def steps_taken(self) -> int:
         """Steps of the optimizer, those before a loaded checkpoint included."""
 
     @abstractmethod

@@ -72,7 +72,8 @@ class Common:
         """Puts one of the user's optimizers under the method, and says so. Collective."""
         if (former := find(optimizer)) is not None and not isinstance(former, self.method):  # of another fit
             former.close()
-        method = self.method.attach(optimizer, self.nodes.config, names, self.nodes.process_group)
+        nodes = self.nodes
+        method = self.method.from_optimizer(optimizer, nodes.config, nodes.process_group, named_parameters=names)
         rank_zero_info(method.summary())
         return method
 

@@ -162,7 +162,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._common.words.begin_batch()
         with self._common.words.explaining():
             result = super().optimizer_step(optimizer, **kwargs)
-        if method.steps == self.total_steps:
+        if method.steps_taken == self.total_steps:
             method.finish()
         return result
 
@@ -205,7 +205,7 @@ class FabricMethodStrategy(DDPStrategy):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return attached(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite)
+        return attached(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:

@@ -55,7 +55,7 @@ class ScapeMonitor(Callback):
                 f" {type(trainer.strategy).__name__}. Use `Trainer(strategy=ScapeStrategy(...))`, or drop the callback."
             )
         self._due, self._began = trainer.global_step // self.every_n_steps, time.perf_counter()
-        self._before = [(each.steps, each.communicator.traffic.total) for each in methods]
+        self._before = [(each.steps_taken, each.communicator.traffic.total) for each in methods]
 
     @override
     def on_train_batch_end(
@@ -98,5 +98,5 @@ class ScapeMonitor(Callback):
     def _run(self, place: int, method: Method) -> tuple[int, int, int]:
         """Steps of an optimizer in this fit, bytes that this rank has sent, and those that DDP would have sent."""
         steps, sent = self._before[place]
-        steps = method.steps - steps
+        steps = method.steps_taken - steps
         return steps, method.communicator.traffic.total - sent, steps * method.dense_bytes

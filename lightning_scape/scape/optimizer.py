@@ -14,13 +14,14 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State
-from lightning_scape.comm.collectives import Communicator, ProcessGroup
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
-from lightning_scape.core.method import unwrapped
+from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.words import show_bytes
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
@@ -31,8 +32,10 @@ from lightning_scape.scape.opening import settings
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
 
+_UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
 
-class ScapeOptimizer(torch.optim.Optimizer):
+
+class ScapeOptimizer(torch.optim.Optimizer, Method):
     r"""An optimizer under SCAPE: sharded state, and ranks that exchange ``1 - sparsity`` of the entries per step.
 
     Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
@@ -67,8 +70,16 @@ class ScapeOptimizer(torch.optim.Optimizer):
         RuntimeError: several ranks were launched, and no process group is up.
     """
 
+    name = "scape"
+    title = "SCAPE"
+    config_class = ScapeConfig
+    shown = ("density", "compression", "grad_norm")
+    exchanges_every_step = clips = True
+
     optimizer: torch.optim.Optimizer
     """The one that takes SCAPE's steps."""
+    communicator: ScapeCommunicator
+    """Sends this optimizer's messages."""
 
     def __init__(
         self,
@@ -113,9 +124,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         )
         setup = _describe(config, parameters, groups)
         check_same_setup(local_shards.everyone(comm, node), setup, problem, node.rank)
+        self.communicator = comm
         install.install(self.optimizer, Engine(parameters, config, comm, node))
 
     @classmethod
+    @override
     def from_optimizer(
         cls,
         optimizer: torch.optim.Optimizer,
@@ -160,14 +173,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return new
 
     @classmethod
+    @override
     def of(cls, optimizer: object) -> Self | None:
         """What stands for an optimizer under SCAPE, also for a host's wrapper of it; None: it is not under SCAPE."""
         if isinstance(optimizer, cls):
             return optimizer
-        if install.installed(optimizer) is None:
+        if (here := install.installed(optimizer)) is None:
             return None
         new = cls.__new__(cls)
-        new.optimizer = unwrapped(optimizer)  # type: ignore[assignment]
+        new.optimizer, new.communicator = unwrapped(optimizer), here.engine.comm  # type: ignore[assignment]
         return new
 
     def __getattr__(self, name: str) -> Any:
@@ -204,6 +218,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         return self.optimizer.step(closure)
 
+    @override
     @entry
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
@@ -244,11 +259,34 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.engine.opening.drop()
         self.optimizer.zero_grad(set_to_none)
 
-    # --------------------------------------------------------------------------------- life of the state
+    @override
+    def announce_batch(self, batches: int) -> None:
+        self.engine.opening.batch = batches
 
+    @override
+    def check_replicas(self) -> None:
+        self.engine.check_replicas()
+
+    # ------------------------------------------------------------------------------------------- its end
+
+    @override
     def drain(self) -> None:
         """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
         self.engine.masks.wait()
+
+    @override
+    def finish(self) -> None:
+        self.drain()
+
+    @override
+    def give_back(self) -> None:
+        install.retire(self.optimizer)
+
+    @override
+    def close(self) -> None:
+        install.uninstall(self.optimizer)
+
+    # ------------------------------------------------------------------------------------------- what it says
 
     @property
     def config(self) -> ScapeConfig:
@@ -261,14 +299,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return self.engine.masks.schedule
 
     @property
+    @override
     def steps_taken(self) -> int:
         """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
         return self.engine.calls
-
-    @property
-    def communicator(self) -> ScapeCommunicator:
-        """Sends this optimizer's messages."""
-        return self.engine.comm
 
     @property
     def stats(self) -> StepStats | None:
@@ -277,6 +311,27 @@ class ScapeOptimizer(torch.optim.Optimizer):
         On CUDA, reading its norm or factor waits for the device. Do not ask at every step.
         """
         return self.engine.stats
+
+    @override
+    def figures(self) -> dict[str, float]:
+        return {} if self.stats is None else self.stats.as_dict("")
+
+    @override
+    def summary(self) -> str:
+        config, schedule, nodes = self.config, self.schedule, self.engine.node.world_size
+        sent = sum(self.engine.step_bytes().values())
+        where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
+        how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
+        after = f" after a warm-up of {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
+        return (
+            f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
+            f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."
+        )
+
+    @property
+    @override
+    def dense_bytes(self) -> int:
+        return all_reduce_bytes(self.engine.parameters.local, self.communicator.world_size)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -293,6 +348,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         install.consolidate(self.engine, to)
 
+    @override
     def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing."""
         return saved.own_state(self.engine, self.engine.state_at_rest(), self._shown())
@@ -306,6 +362,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         finally:
             engine.consolidated = kept
         return {name: with_plain_numbers(each) for name, each in found.items() if name not in ("state", "scape")}
+
+    @classmethod
+    @override
+    def whole_state(cls, state: State) -> dict[str, Any]:
+        return saved.whole_state(state)
 
     @override
     def state_dict(self) -> dict[str, Any]:

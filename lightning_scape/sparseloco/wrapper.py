@@ -142,12 +142,13 @@ class SparseLoCo(Method):
 
     @classmethod
     @override
-    def attach(
+    def from_optimizer(
         cls,
         optimizer: torch.optim.Optimizer,
         config: SparseLoCoConfig,
-        named_parameters: Iterable[tuple[str, Tensor]] = (),
         process_group: ProcessGroup | None = None,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> Self:
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
         if getattr(optimizer, "communicator", None) is not None or "ZeroRedundancyOptimizer" in kinds:
@@ -255,7 +256,7 @@ class SparseLoCo(Method):
 
     @property
     @override
-    def steps(self) -> int:
+    def steps_taken(self) -> int:
         return self.progress.steps
 
     @classmethod
