@@ -97,7 +97,7 @@ class Ledger:
         optimizer.engine.shard.take = self.take  # type: ignore[method-assign]
 
     def all_to_all(self, sent: Tensor) -> Work:
-        for rows in self.optimizer.engine.outgoing.region.rows:
+        for rows in self.optimizer.engine.shard.others.rows:
             self._enter(rows, sent[rows])
         return self._all_to_all(sent)
 

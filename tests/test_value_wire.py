@@ -130,19 +130,19 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     config = ScapeConfig(sparsity=0.9, wire_dtype=wire, update="adamw", sparsity_warmup_steps=0)  # type: ignore[arg-type]
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine = optimizer.engine
-    outgoing, got = engine.outgoing, []
-    take, update = outgoing.take, ops.quantize_with_error
+    shard, got = engine.shard, []
+    take, update = shard.take_others, ops.quantize_with_error
     lost = []
 
     def watched(step: Step) -> Tensor:
         before, mask = step.state.residual.clone(), step.mask
         assert mask is not None
         if not step.folded:
-            parts = step.parts(outgoing.region)
-            ops.sweep(ops.Sweep(outgoing.region, before, parts, step.scale.blocks, None, None))
+            parts = step.parts(shard.others)
+            ops.sweep(ops.Sweep(shard.others, before, parts, step.scale.blocks, None, None))
         message = take(step)
         sent = ops.dequantize(message.unflatten(0, (world_size, -1)), mask.numel() // world_size).view(mask.shape)
-        rows = outgoing.region.rows
+        rows = shard.others.rows
         after = step.state.residual.double().scatter_add(1, mask.long(), sent.double())
         lost.append(max(float((after[each] - before[each].double()).abs().max()) for each in rows))
         return message
@@ -156,7 +156,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         got.append(float((sent + error.gather(1, mask.long()).double() - due).abs().max()))
         return message
 
-    outgoing.take = watched  # type: ignore[method-assign]
+    shard.take_others = watched  # type: ignore[method-assign]
     with patch.object(ops, "quantize_with_error", watched_changes):
         for number in range(4):
             step(params, optimizer, rank, number)
@@ -278,7 +278,7 @@ def _switch(rank: int, world_size: int) -> None:
             fourth.load_state_dict(whole(third))
         assert fourth.config.wire == wire
         engine, packed = fourth.engine, wire == "int4"
-        assert engine.outgoing.packed == engine.shard.packed == packed != engine.shard.keeps_masters
+        assert engine.shard.packed == packed != engine.shard.keeps_masters
         step(params, fourth, rank, next(gradient))
         assert fourth.stats is not None
         planned = scape_bytes(NUMELS, world_size, fourth.config, back=2)

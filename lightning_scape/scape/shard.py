@@ -13,56 +13,8 @@ from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.state import ScapeState, Step
 
 
-class Outgoing:
-    """The shards of all other ranks: what this rank sends to their owners, folded, compacted and packed.
-
-    Args:
-        layout: blocks and shards.
-        rank: this rank.
-        config: the wire dtype is used.
-    """
-
-    def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
-        self.region = layout.remote(rank)
-        """The shards of the other ranks; rows count from block 0."""
-        self.packed = config.packed and layout.world_size > 1
-        """Whether the values travel in 4 bits."""
-        self._rank, self._shards, self._my_rows = rank, layout.world_size, layout.rows_of(rank)
-        self._rows = slice(0, layout.blocks if self.region.rows else 0)  # none with one rank
-
-    def fold(self, step: Step) -> None:
-        """``residual += scale * gradient``, in a step that ranks its own gradient."""
-        residual, region = step.state.residual[self._rows], self.region
-        ops.sweep(ops.Sweep(region, residual, step.parts(region), step.scale.blocks, None, None))
-
-    def take(self, step: Step) -> Tensor:
-        """Folds and compacts; returns the message for the other ranks, on the parameters' device.
-
-        Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
-
-        The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
-        """
-        residual, region = step.state.residual[self._rows], self.region
-        values = torch.empty(len(residual), step.sent, dtype=torch.float32, device=residual.device)
-        shards, count = self._shards, values.numel() // self._shards
-        message = ops.new_message(shards, count, residual.device) if self.packed else None
-        grads, mask = None if step.folded else step.parts(region), step.mask_of(self._rows)
-        ops.sweep(ops.Sweep(region, residual, grads, step.scale.blocks, mask, values, message=message))
-        if message is None:
-            values[self._my_rows] = 0  # NCCL may look for NaN in its input
-            return values
-        message[self._rank] = 0
-        return message.flatten(0, 1)
-
-    def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
-        """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
-        if self.packed:
-            received = ops.dequantize(received, mine.numel()).view(self._shards, *mine.shape)
-        return [mine if rank == self._rank else each for rank, each in enumerate(received)]
-
-
 class Shard:
-    """The entries that this rank owns: it keeps their moments, and statistics of its own gradient.
+    """A rank's part: the entries that it owns, whose moments it keeps, and what it sends to the other owners.
 
     Args:
         layout: blocks and shards.
@@ -75,10 +27,13 @@ class Shard:
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, rows: Rows) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
         """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
+        self.others = layout.remote(rank)
+        """The shards of the other ranks; rows count from block 0."""
+        self._all_rows = slice(0, layout.blocks if self.others.rows else 0)  # none with one rank
         self._layout, self._rank = layout, rank
         self._parameters, self._numbers_of = parameters, rows
         self.packed = config.packed and layout.world_size > 1
-        """Whether changes of parameters travel, in 4 bits; else their values do."""
+        """Whether values and changes of parameters travel, in 4 bits; else values of both."""
         self.keeps_masters = not self.packed and parameters.need_masters
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
         packed, it keeps what parameters lack, in ``change_error``."""
@@ -87,26 +42,58 @@ class Shard:
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
-        residual, parts, scale = step.state.residual[self.rows], step.parts(self.region), step.scale.mine
-        ops.sweep(ops.Sweep(self.region, residual, parts, scale, None, None, self._second_moment(step)))
+        self._sweep_others(step)
+        self._sweep(step)
+
+    def take_others(self, step: Step) -> Tensor:
+        """Folds and compacts; returns the message for the other ranks, on the parameters' device.
+
+        Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
+
+        The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
+        """
+        values, shards = self._empty(step, self._all_rows), self._layout.world_size
+        if not self.packed:
+            self._sweep_others(step, values)
+            values[self.rows] = 0  # NCCL may look for NaN in its input
+            return values
+        message = ops.new_message(shards, values.numel() // shards, values.device)
+        self._sweep_others(step, values, message)
+        message[self._rank] = 0
+        return message.flatten(0, 1)
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
-        residual, mask = step.state.residual[self.rows], step.mask_of(self.rows)
-        values = torch.empty(len(residual), step.sent, dtype=torch.float32, device=residual.device)
-        parts = None if step.folded else step.parts(self.region)
-        # Where everything is sent, AdamW's update takes the averaged gradient itself.
-        moment = None if parts is None or mask is None else self._second_moment(step)
-        ops.sweep(ops.Sweep(self.region, residual, parts, step.scale.mine, mask, values, moment))
+        values = self._empty(step, self.rows)
+        self._sweep(step, values)
         return values
 
-    def _second_moment(self, step: Step) -> ops.SecondMoment | None:
-        """AdamW's, which takes in my gradient in a step that does not send everything."""
-        moment = step.state.exp_avg_sq
-        if moment is None:
-            return None
-        weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in self.region.pieces]
-        return ops.SecondMoment(moment, weights, self._layout.world_size)
+    def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
+        """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
+        if self.packed:
+            received = ops.dequantize(received, mine.numel()).view(self._layout.world_size, *mine.shape)
+        return [mine if rank == self._rank else each for rank, each in enumerate(received)]
+
+    def _empty(self, step: Step, rows: slice) -> Tensor:
+        residual = step.state.residual
+        return torch.empty(len(residual[rows]), step.sent, dtype=torch.float32, device=residual.device)
+
+    def _sweep_others(self, step: Step, values: Tensor | None = None, message: Tensor | None = None) -> None:
+        """Folds what is not yet folded; the masked entries go into ``values``, if given, and into ``message``."""
+        residual, mask = step.state.residual[self._all_rows], None if values is None else step.mask_of(self._all_rows)
+        parts, scale = step.parts(self.others), step.scale.blocks
+        ops.sweep(ops.Sweep(self.others, residual, parts, scale, mask, values, message=message))
+
+    def _sweep(self, step: Step, values: Tensor | None = None) -> None:
+        """As :meth:`_sweep_others`, of my shard. AdamW's second moment takes in what is folded."""
+        residual, mask = step.state.residual[self.rows], None if values is None else step.mask_of(self.rows)
+        parts, moment = step.parts(self.region), step.state.exp_avg_sq
+        if moment is None or parts is None or (values is not None and mask is None):
+            known = None  # where everything is sent, the update takes the averaged gradient itself
+        else:
+            weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in self.region.pieces]
+            known = ops.SecondMoment(moment, weights, self._layout.world_size)
+        ops.sweep(ops.Sweep(self.region, residual, parts, step.scale.mine, mask, values, known))
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
@@ -144,12 +131,12 @@ class Shard:
         error = step.state.change_error if self.packed else None
         self._scatter(step, self.region, step.mask_of(self.rows), update, step.scale.mine, error)
 
-    def write_others(self, step: Step, message: Tensor, others: Region) -> None:
+    def write_others(self, step: Step, message: Tensor) -> None:
         """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
         if self.packed:
             shards, count = self._layout.world_size, self._layout.shard_blocks * step.sent
             message = ops.dequantize(message.unflatten(0, (shards, -1)), count).view(-1, step.sent)
-        self._scatter(step, others, step.mask, message, step.scale.blocks)
+        self._scatter(step, self.others, step.mask, message, step.scale.blocks)
 
     def _scatter(
         self,

@@ -105,8 +105,10 @@ class Step:
         """The mask of some rows."""
         return None if self.mask is None else self.mask[rows]
 
-    def parts(self, region: Region) -> list[Tensor | None]:
-        """The gradient of each piece. That of a whole parameter is not sliced: slicing a small one takes long."""
+    def parts(self, region: Region) -> list[Tensor | None] | None:
+        """The gradient of each piece; None once they are folded. That of a whole parameter is not sliced, for speed."""
+        if self.folded:
+            return None
         parts: list[Tensor | None] = []
         for piece in region.pieces:
             grad = self.grads[piece.segment.index]

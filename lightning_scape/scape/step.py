@@ -25,7 +25,7 @@ from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.opening import Opening, Skips
 from lightning_scape.scape.rows import Rows
-from lightning_scape.scape.shard import Outgoing, Shard
+from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import Groups, ScapeState, Step
 from lightning_scape.scape.stats import StepStats
 
@@ -61,7 +61,7 @@ class Engine:
         self.skips = Skips(config.max_skipped, self.opening)
         self.rows = Rows(self.layout, len(numels), comm.rank)
         self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
-        self.outgoing, self.shard = _by_wire(self)
+        self.shard = self._new_shard()
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
@@ -86,26 +86,25 @@ class Engine:
             step = self._agree(groups, stats)
         with stats.phase("mask"):
             if self.masks.missing(step):  # the first sparse step ranks its own gradient, all of it
-                self.outgoing.fold(step)
                 self.shard.fold(step)
                 step.folded = True
                 self.masks.make_now(step)
             step.mask = self.masks.active
         with stats.phase("sweep"):  # gradients go into the residual, and the masked entries leave it
-            message = self.outgoing.take(step)
+            message = self.shard.take_others(step)
         with stats.phase("exchange"):  # all-to-all: to the owners of the entries
             arriving = self.comm.all_to_all(message)
         with stats.phase("sweep"):  # while they travel
             mine = self.shard.take(step)
         with stats.phase("exchange"):  # the owner averages in rank order: every implementation gets the same bits
-            mean = ops.mean(self.outgoing.arrived(arriving.wait(), mine), step.state.exp_avg.dtype)
+            mean = ops.mean(self.shard.arrived(arriving.wait(), mine), step.state.exp_avg.dtype)
             del message, arriving
         with stats.phase("update"):  # tau steps of AdamW (AdamS) at once on the masked entries of my shard
             message, update = self.shard.update(step, mean, mine)
         with stats.phase("write"):  # all-gather of the changes, or values; every rank applies them
             arriving = self.comm.all_gather(message)
             self.shard.write(step, update)
-            self.shard.write_others(step, arriving.wait(), self.outgoing.region)
+            self.shard.write_others(step, arriving.wait())
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
             self.masks.launch(step)
         self._end(step)
@@ -186,6 +185,9 @@ class Engine:
         self._settle_last_step()
         return self.opening.all_finite(groups, self.calls)
 
+    def _new_shard(self) -> Shard:
+        return Shard(self.layout, self.comm.rank, self.config, self.parameters, self.rows)
+
     def allocate(self) -> ScapeState:
         """Buffers, all zeros."""
         return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
@@ -198,7 +200,7 @@ class Engine:
     def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
         """Goes on from a loaded state, which may have another wire."""
         self.state, self.config = state, config
-        self.outgoing, self.shard = _by_wire(self)
+        self.shard = self._new_shard()
         self.skips.forget()
         self.parameters.flatten()
         self.shard.adopt(state)
@@ -227,9 +229,3 @@ class Engine:
         numels = [parameter.numel() for parameter in self.parameters.local]
         back = self.parameters.wire_dtype.itemsize
         return scape_bytes(numels, self.comm.world_size, self.config, sent, back)
-
-
-def _by_wire(engine: Engine) -> tuple[Outgoing, Shard]:
-    """The parts of an engine that depend on the wire."""
-    layout, rank, config = engine.layout, engine.comm.rank, engine.config
-    return Outgoing(layout, rank, config), Shard(layout, rank, config, engine.parameters, engine.rows)
