@@ -89,12 +89,12 @@ def clipped_on_rank_0(rank: int, step: int, pairs: list[Any]) -> Iterator[Any]:
 
 
 APART: dict[str, tuple[Any, str]] = {
-    "order": (another_order, "step 3 of optimizer 0 on rank 0 and step 3 of optimizer 1 on rank 1"),
-    "left out": (a_step_left_out, "step 3 of optimizer 0"),
-    "lr": (set_on_rank_1(lr=0.05), "lr = 0.1 on rank 0 and 0.05 on rank 1"),
-    "betas": (set_on_rank_1(betas=(0.9, 0.99)), "beta2 = 0.95 on rank 0 and 0.99 on rank 1"),
-    "decay": (set_on_rank_1(weight_decay=0.0), "weight_decay = 0.1 on rank 0 and 0.0 on rank 1"),
-    "clipping": (clipped_on_rank_0, "max_norm=1.0 on rank 0 and max_norm=None on rank 1"),
+    "order": (another_order, "the optimizer's number is 0 on rank 0 and 1 on rank 1"),
+    "left out": (a_step_left_out, "the number of gradients that no step used is 0 on rank 0 and 1 on rank 1"),
+    "lr": (set_on_rank_1(lr=0.05), "lr of group 0 is 0.1 on rank 0 and 0.05 on rank 1"),
+    "betas": (set_on_rank_1(betas=(0.9, 0.99)), "beta2 of group 0 is 0.95 on rank 0 and 0.99 on rank 1"),
+    "decay": (set_on_rank_1(weight_decay=0.0), "weight_decay of group 0 is 0.1 on rank 0 and 0.0 on rank 1"),
+    "clipping": (clipped_on_rank_0, "max_norm is 1.0 on rank 0 and None on rank 1"),
 }
 
 
@@ -317,9 +317,9 @@ def build_apart(rank: int, world_size: int, method: str, kind: str, path: str) -
     [
         ("scape", "another module", "on rank 1"),
         ("scape", "a mistake", "one rank's mistake"),
-        ("scape", "none", "the number of optimizers is 0 on rank 1 and 1 on rank 0"),
-        ("sparseloco", "another optimizer", "optimizers[0] is 'SGD' on rank 1 and 'AdamW' on rank 0"),
-        ("scape", "another option", "async_save is True on rank 1"),
+        ("scape", "none", "the number of optimizers is 1 on rank 0 and 0 on rank 1"),
+        ("sparseloco", "another optimizer", "optimizers[0] is 'AdamW' on rank 0 and 'SGD' on rank 1"),
+        ("scape", "another option", "async_save is False on rank 0 and True on rank 1"),
         ("scape", "another checkpoint", "on rank 0 and none on rank 1"),
     ],
 )

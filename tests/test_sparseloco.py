@@ -393,8 +393,8 @@ def _skips(rank: int, world_size: int, batches: int, early: bool) -> str:
 @pytest.mark.parametrize(
     ("batches", "early", "told"),
     [
-        (6, False, "6 (3 since the last exchange) on ranks 0, 2; 5 (2 since the last exchange) on rank 1"),
-        (9, True, "4 (1 since the last exchange) on ranks 0, 2; 3 (0 since the last exchange) on rank 1"),
+        (6, False, "6 (3 since the last exchange) on ranks 0, 2 and 5 (2 since the last exchange) on rank 1"),
+        (9, True, "4 (1 since the last exchange) on ranks 0, 2 and 3 (0 since the last exchange) on rank 1"),
     ],
 )
 def test_ranks_that_have_taken_different_numbers_of_steps_are_told_on_every_rank(
@@ -485,7 +485,7 @@ def _set(rank: int, world_size: int, values: tuple[float, float]) -> str:
 
 def test_settings_that_differ_are_an_error_on_every_rank_and_nothing_is_folded(run_ranks: Any) -> None:
     for said in run_ranks(_set, 2, (0.01, 0.02), timeout=60):
-        assert "got lr of group 0 = 0.01 on rank 0; lr of group 0 = 0.02 on rank 1. " in said
+        assert "got lr of group 0 is 0.01 on rank 0 and 0.02 on rank 1. " in said
 
 
 def _two(rank: int, world_size: int) -> str:
@@ -507,7 +507,7 @@ def _two(rank: int, world_size: int) -> str:
 def test_optimizers_stepped_in_another_order_are_told_apart(run_ranks: Any) -> None:
     """Of the same shape: each took the other's message for its own, without a word."""
     for said in run_ranks(_two, 2, timeout=60):
-        assert "got number of the SparseLoCo = 1 on rank 0; number of the SparseLoCo = 2 on rank 1. " in said
+        assert "got number of the SparseLoCo is 1 on rank 0 and 2 on rank 1. " in said
 
 
 def test_what_an_optimizer_works_out_for_itself_is_no_setting() -> None:

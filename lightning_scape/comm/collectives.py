@@ -395,17 +395,13 @@ class Communicator:
             result.append(act())
         except Exception as raised:
             error = raised
-        self.raise_together(error)
-        return result[0]
-
-    def raise_together(self, error: Exception | None) -> None:
-        """All ranks raise the first rank's error, if any rank has one."""
         for rank, failure in enumerate(self.all_gather_object(_portable(error))):
             if failure is not None and rank == self.rank:
                 assert error is not None
                 raise error
             if failure is not None:
                 raise failure from RuntimeError(f"raised on rank {rank}")
+        return result[0]
 
 
 def _in_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,28 +34,45 @@ def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str
     if len({each[:2] for each in told}) == len({*places}):
         return
     everyone = ranks.all_gather_object(dict(setup))
-    for rank, other in enumerate(everyone):
-        first = places.index(places[rank])
-        if (difference := _first_difference(everyone[first], other)) is not None:
+    for here in places:
+        alike = {rank: facts for rank, facts in enumerate(everyone) if places[rank] == here}
+        if (found := difference(alike)) is not None:
             raise ValueError(
-                f"All ranks must be set up alike, got a difference: {difference[0]} is {difference[2]} on rank {rank}"
-                f" and {difference[1]} on rank {first}. Build the same model, in the same order, with the same options"
-                " on every rank."
+                f"All ranks must be set up alike, got a difference: {found}. Build the same model, in the same order,"
+                " with the same options on every rank."
             )
 
 
-def _first_difference(reference: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    for name in reference:
-        mine, theirs = reference[name], other.get(name)
-        if mine == theirs:
-            continue
-        if not isinstance(mine, list) or not isinstance(theirs, list):
-            return name, repr(mine), repr(theirs)
-        if len(mine) != len(theirs):
-            return f"the number of {name}", str(len(mine)), str(len(theirs))
-        place = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-        return f"{name}[{place}]", repr(mine[place]), repr(theirs[place])
+def difference(everyone: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Which fact differs first, and which ranks say what; None: none does. A list is compared item by item.
+
+    >>> difference({0: {"step": 3, "lr": 0.1}, 1: {"step": 3, "lr": 0.2}, 2: {"step": 3, "lr": 0.1}})
+    'lr is 0.1 on ranks 0, 2 and 0.2 on rank 1'
+    """
+    facts = {rank: dict(_items(own)) for rank, own in everyone.items()}
+    for name in dict.fromkeys(chain(*facts.values())):
+        said = {rank: repr(own.get(name)) for rank, own in facts.items()}
+        if len({*said.values()}) > 1:
+            return f"{name} is {by_rank(said)}"
     return None
+
+
+def _items(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, list):
+            yield f"the number of {name}", len(value)
+            yield from ((f"{name}[{place}]", item) for place, item in enumerate(value))
+        else:
+            yield name, value
+
+
+def by_rank(said: Mapping[int, str]) -> str:
+    """What ranks say, each once, with the ranks that say it."""
+    found = []
+    for kind in dict.fromkeys(said.values()):
+        ranks = [str(rank) for rank, own in said.items() if own == kind]
+        found.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
+    return " and ".join(found)
 
 
 def check_replicas(

@@ -1,7 +1,7 @@
 """A step's first message: the norm, and whether all ranks are at the same step with the same settings.
 
-One all-reduce. Besides the measured norm it carries a digest of what must be the same on all ranks (:class:`Standing`),
-and flags: which parameters have a gradient on this rank.
+One all-reduce. Besides the measured norm it carries a digest of what must be the same on all ranks (its facts), and
+flags: which parameters have a gradient on this rank.
 
 A digest is three whole numbers ``x``, small enough that fp32 adds up those of ``N`` ranks exactly. Where all are equal,
 ``sum(x) = N x`` on every rank. If they differ, that holds on a rank only by chance, once in ``2**60`` steps (N = 16).
@@ -22,6 +22,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import has_gradient
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
+from lightning_scape.core.replicas import difference
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.clipping import Sketch, squared_norm
 from lightning_scape.scape.state import Groups
@@ -30,49 +31,31 @@ _TINY = torch.finfo(torch.float32).tiny
 
 DIGITS = 3
 """Numbers of a digest."""
+_PROBLEM = "an error"
+"""Name of the fact that this rank must raise one instead of taking the step."""
 
 
-class Standing(NamedTuple):
-    """Where a rank is, and with which settings: what must be the same on all ranks."""
-
-    optimizer: int
-    """Its number, among the optimizers over the same ranks."""
-    step: int
-    """Calls of ``step()`` before this one."""
-    left_out: int = 0
-    """Gradients that ``zero_grad()`` has dropped, and no step has used."""
-    batch: int | None = None
-    """The batch of the epoch, where the Trainer has said it."""
-    compared: bool = True
-    """Whether its parameters were compared with the other ranks' since they were loaded."""
-    groups: tuple[tuple[float, ...], ...] = ()
-    """The numbers of every parameter group, by :data:`~.parameters.HYPERPARAMETERS`."""
-    max_norm: float | None = None
-    """The norm by which it clips; None: it does not clip."""
-    problem: str | None = None
-    """An error that this rank must raise instead of taking the step."""
-
-    def digest(self, ranks: int) -> Tensor:
-        """fp32 ``[DIGITS]``, on the CPU."""
-        bits = 24 - (ranks - 1).bit_length()
-        number = int.from_bytes(blake2b(repr(self).encode(), digest_size=3 * DIGITS).digest(), "little")
-        digits = [(number >> 24 * place) % (1 << bits) for place in range(DIGITS)]
-        return torch.tensor(digits, dtype=torch.float32, device="cpu")
-
-    @property
-    def where(self) -> str:
-        """The step, in words."""
-        batch = "" if self.batch is None else f" at batch {self.batch}"
-        left_out = f" after {self.left_out} gradients that no step used" if self.left_out else ""
-        return f"step {self.step + 1} of optimizer {self.optimizer}{batch}{left_out}"
+Facts = dict[str, Any]
+"""What must be the same on all ranks, by its name."""
 
 
-def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
+def settings(param_groups: Sequence[dict[str, Any]]) -> Facts:
     """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
-    return tuple(
-        (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
-        for group in param_groups
-    )
+    found: Facts = {}
+    for place, group in enumerate(param_groups):
+        for name, beta in zip(("beta1", "beta2"), group["betas"], strict=False):
+            found[f"{name} of group {place}"] = float(beta)
+        for name in HYPERPARAMETERS:
+            found[f"{name} of group {place}"] = float(group.get(name) or 0.0)
+    return found
+
+
+def digest_of(facts: Facts, ranks: int) -> Tensor:
+    """fp32 ``[DIGITS]``, on the CPU."""
+    bits = 24 - (ranks - 1).bit_length()
+    number = int.from_bytes(blake2b(repr(facts).encode(), digest_size=3 * DIGITS).digest(), "little")
+    digits = [(number >> 24 * place) % (1 << bits) for place in range(DIGITS)]
+    return torch.tensor(digits, dtype=torch.float32, device="cpu")
 
 
 class Answer(NamedTuple):
@@ -84,7 +67,7 @@ class Answer(NamedTuple):
     """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the CPU knows that all have."""
     together: Tensor
     """0-dim bool: whether all ranks are at the same step."""
-    standing: Standing
+    facts: Facts
     """This rank's."""
 
 
@@ -153,36 +136,42 @@ class Opening:
             measure = squared_norm if max_norm is None or self._sketch is None else self._sketch
             given = [has_gradient(parameter) for parameter in self._parameters.tensors]
             try:
-                standing = self._standing(groups, calls, max_norm, error)
-                self.answer = self.exchange(measure(grads, device), given, standing)
+                facts = self._facts(groups, calls, max_norm, error)
+                self.answer = self.exchange(measure(grads, device), given, facts)
             except RuntimeError as told:
                 raise (error or told) from told.__cause__
         if error is not None:
             raise error
         return grads
 
-    def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
+    def _facts(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Facts:
         """What must be the same on all ranks in this step."""
-        # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
-        left_out = self._left_out if self.batch is None else 0
-        facts = self.communicator.number, calls, left_out, self.batch, self.compared
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        return Standing(*facts, settings(groups), max_norm, problem)
+        return {
+            _PROBLEM: None if error is None else f"{type(error).__name__}: {error}",
+            "the optimizer's number": self.communicator.number,
+            "the step": calls + 1,
+            "the batch": self.batch,
+            # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
+            "the number of gradients that no step used": self._left_out if self.batch is None else 0,
+            "whether parameters were compared since they were loaded": self.compared,
+            "max_norm": max_norm,
+            **settings(groups),
+        }
 
-    def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
+    def exchange(self, measured: Tensor, flags: Sequence[bool], facts: Facts) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
 
         Args:
             measured: fp32, of this rank's gradients, to be summed: a sketch, or the squared norm ``[1]``.
             flags: which parameters have a gradient on this rank.
-            standing: of this rank.
+            facts: of this rank.
 
         Raises:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
                 the step changes nothing, and :meth:`apart` tells later.
         """
-        ranks, device, error = self.communicator.world_size, measured.device, None
-        digest, sketched = standing.digest(ranks), len(measured) > 1
+        ranks, device = self.communicator.world_size, measured.device
+        digest, sketched = digest_of(facts, ranks), len(measured) > 1
         own = torch.tensor(flags, dtype=torch.float32, device="cpu")
         carried = ops.to_device(torch.cat([own, digest]), device)
         room = measured.new_zeros(self._width - len(measured))
@@ -192,25 +181,33 @@ class Opening:
         mean = measured / ranks
         norm = torch.linalg.vector_norm(mean) if sketched else mean.sum().sqrt()
         together = (digests == ops.to_device(digest, device) * ranks).all()
-        if device.type == "cpu" and not together:
-            error = self.apart(standing)
         if self.node.world_size > 1:  # the norm of all rows; and what the ranks of some rows know, all learn
             everyone = self.node.all_gather_stacked(torch.cat([norm.view(1), together.view(1), present]))
             norm, together = torch.linalg.vector_norm(everyone[:, 0]), everyone[:, 1].all()
             present = everyone[:, 2:].amax(dim=0)
         if device.type == "cpu" and not together:
-            self.node.raise_together(error)
+            raise self.apart(facts)
         alone = ranks == self.node.world_size == 1
         all_have = all(flags) if alone else device.type == "cpu" and bool(present.all())
-        return Answer(norm, None if all_have else present, together, standing)
+        return Answer(norm, None if all_have else present, together, facts)
 
-    def apart(self, standing: Standing) -> RuntimeError:
-        """What is wrong, from every rank's standing. Collective: all know that they differ."""
-        everyone: list[Standing] = self.communicator.all_gather_object(standing)
-        for rank, other in enumerate(everyone):
-            if other.problem is not None:
-                return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
-        return RuntimeError(_difference(everyone))
+    def apart(self, facts: Facts) -> RuntimeError:
+        """What is wrong, from every rank's facts. Collective: all know that some differ."""
+        of_nodes = self.node.all_gather_object(self.communicator.all_gather_object(facts))
+        # In the order of the ranks: nodes, and the ranks of each.
+        everyone = dict(enumerate(each for node in zip(*of_nodes, strict=True) for each in node))
+        for rank, each in everyone.items():
+            if each[_PROBLEM] is not None:
+                return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {each[_PROBLEM]}")
+        return RuntimeError(
+            f"All ranks must take the same steps, with the same settings, got a difference: {difference(everyone)}."
+            " Nothing of this step was applied. A rank has left out a step that others take (a plain GradScaler, a"
+            " look at its own gradients, an error that was caught), or steps its optimizers in another order: take a"
+            " step on all ranks or on none, `optimizer.all_finite()` asks all of them. Or it clips or has settings as"
+            " others have not: a scheduler that goes by a loss must get the mean over all ranks (`self.log(...,"
+            " sync_dist=True)`), a callback must not run on one rank alone. Restart all ranks from the newest"
+            " checkpoint."
+        )
 
     def scale(self) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
@@ -300,51 +297,6 @@ class Opening:
         self._used = False
 
 
-def _difference(everyone: Sequence[Standing]) -> str:
-    """The error's text where standings differ, naming the first thing that does."""
-    first = everyone[0]
-    found = [
-        (place, rank)
-        for rank, other in enumerate(everyone)
-        for place, (a, b) in enumerate(zip(first, other, strict=True))
-        if a != b
-    ]
-    if not found:
-        return (
-            "All ranks must take the same steps, got ranks apart among those that hold other rows of the parameters:"
-            " their errors say what differs. Mend that."
-        )
-    place, rank = min(found)
-    other = everyone[rank]
-    if Standing._fields[place] == "groups":
-        return _unequal_groups(first.groups, other.groups, rank)
-    if Standing._fields[place] == "max_norm":
-        return (
-            f"All ranks must clip by the same norm or not at all, got max_norm={first.max_norm} on rank 0 and"
-            f" max_norm={other.max_norm} on rank {rank}. Nothing of this step was applied. Don't decide by a rank's own"
-            " gradients: clip_grad_norm() goes by their mean over all ranks, and changes nothing where it is small."
-        )
-    return (
-        f"All ranks must take the same steps, got {first.where} on rank 0 and {other.where} on rank {rank}. Nothing"
-        " of this step was applied. A rank has left out a step that others take (a plain GradScaler, a look at its own"
-        " gradients, an error that was caught), or steps its optimizers in another order. Take a step on all ranks or"
-        " on none: `optimizer.all_finite()` asks all of them. Restart all ranks from the newest checkpoint."
-    )
-
-
-def _unequal_groups(reference: tuple[tuple[float, ...], ...], other: tuple[tuple[float, ...], ...], rank: int) -> str:
-    names = ("beta1", "beta2", *HYPERPARAMETERS)
-    group = next((i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), 0)
-    pairs = zip(names, reference[group], other[group], strict=True)
-    name, mine, theirs = next(pair for pair in pairs if pair[1] != pair[2])
-    return (
-        f"Parameter groups must have the same numbers on all ranks, got {name} = {mine!r} on rank 0 and {theirs!r} on"
-        f" rank {rank} (group {group}). Nothing of this step was applied. Each owner would train its entries at a rate"
-        " of its own. Set them alike on every rank: a scheduler that goes by a loss must get the mean over all ranks"
-        " (`self.log(..., sync_dist=True)`), a callback must not run on one rank alone."
-    )
-
-
 class Skips:
     """Counts the steps that were skipped because a gradient was not finite.
 
@@ -384,7 +336,7 @@ class Skips:
             found, answer = pending
             scale, together = found.read().unbind()
             if not together:
-                raise self._opening.apart(answer.standing)
+                raise self._opening.apart(answer.facts)
             self._count(bool(scale))
 
     def forget(self) -> None:

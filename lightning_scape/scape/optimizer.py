@@ -409,5 +409,5 @@ def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str
         "lightning_scape's version": __version__,
         "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
-        "parameter groups (beta1, beta2, lr, eps, weight decay)": [*settings(groups)],
+        **settings(groups),
     }

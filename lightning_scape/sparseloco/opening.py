@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_scape.core.replicas import by_rank, difference
+
 _ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that count also where a constructor hides them behind ``**kwargs``."""
 
@@ -66,9 +68,10 @@ def digest(facts: Facts) -> int:
 def check_steps(everyone: Sequence[Opening]) -> None:
     """Raises RuntimeError where ranks have taken different numbers of steps; the same on every rank."""
     if len({rank.in_window for rank in everyone}) > 1:
-        named = _by_kind([f"{rank.steps:.0f} ({rank.in_window:.0f} since the last exchange)" for rank in everyone])
+        texts = (f"{rank.steps:.0f} ({rank.in_window:.0f} since the last exchange)" for rank in everyone)
+        said = by_rank(dict(enumerate(texts)))
         raise RuntimeError(
-            f"All ranks must take the same number of steps, got {named}. A rank has skipped steps, or has fewer"
+            f"All ranks must take the same number of steps, got {said}. A rank has skipped steps, or has fewer"
             " batches. Give all ranks as many batches, and skip a step on all ranks or on none: use"
             " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in place of torch.amp.GradScaler, and skip"
             " no loss that is not finite on one rank alone (SparseLoCo drops such a window on all ranks)."
@@ -77,19 +80,9 @@ def check_steps(everyone: Sequence[Opening]) -> None:
 
 def different(everyone: Sequence[Facts]) -> ValueError:
     """An error that names the first of all ranks' facts that differs."""
-    values = ([f"{name} = {facts.get(name)!r}" for facts in everyone] for each in everyone for name in each)
-    said = next(each for each in values if len({*each}) > 1)
+    found = difference(dict(enumerate(everyone)))
     return ValueError(
-        f"All ranks must exchange for the same optimizer with the same settings, got {_by_kind(said)}. Build and step"
-        " optimizers in the same order on every rank. Let a scheduler go by a number that is the same everywhere (log"
-        " it with `sync_dist=True`), and change settings on every rank. Nothing was exchanged."
+        f"All ranks must exchange for the same optimizer with the same settings, got {found}. Build and step optimizers"
+        " in the same order on every rank. Let a scheduler go by a number that is the same everywhere (log it with"
+        " `sync_dist=True`), and change settings on every rank. Nothing was exchanged."
     )
-
-
-def _by_kind(said: Sequence[str]) -> str:
-    """What ranks say, each once, with the ranks that say it."""
-    found = []
-    for kind in dict.fromkeys(said):
-        ranks = [str(rank) for rank, own in enumerate(said) if own == kind]
-        found.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
-    return "; ".join(found)
