@@ -181,8 +181,8 @@ def test_an_exchange_sends_140_times_less_than_fp32_and_what_was_planned(run_ran
         stats = seen["stats"]
         assert stats.exchange == 2
         assert stats.bytes_total == seen["planned"]
-        assert stats.bytes_norm == 2 * 40
-        assert stats.bytes_parameters == 2 * 256 * 256 // 64 * 14 // 8  # to each other rank
+        assert stats.bytes_sent["norm"] == 2 * 40
+        assert stats.bytes_sent["parameters"] == 2 * 256 * 256 // 64 * 14 // 8  # to each other rank
         assert stats.compression >= 140 * 2 / 3  # an all-reduce sends 2 (N - 1) / N times the gradient
         assert stats.density == 1 / 64
     assert all(seen["starts"] == ranks[0]["starts"] for seen in ranks)
@@ -421,7 +421,7 @@ def _synced(rank: int, world_size: int) -> tuple[list[Tensor], list[int], int, i
                 ends.append(flat(net))
                 exchanges.append(loco.progress.exchanges)
     assert loco.stats is not None
-    return ends, exchanges, loco.stats.bytes_norm, loco.stats.bytes_total
+    return ends, exchanges, loco.stats.bytes_sent["norm"], loco.stats.bytes_total
 
 
 def test_sync_exchanges_only_what_has_begun_and_counts_its_bytes(run_ranks: Any) -> None:

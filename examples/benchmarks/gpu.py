@@ -38,7 +38,7 @@ from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.stats import PHASES, StepStats
+from lightning_scape.scape.stats import StepStats
 
 SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (1800, 2048)}
 """Millions of parameters, and the width of the layers they are cut into."""
@@ -278,7 +278,7 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
             end = clock.mark()
             ahead.append(clock.is_ahead(begin))
             row = {"host": host}
-            row |= {n: sum(clock.microseconds(*part) for part in marks[n]) for n in PHASES if n in marks}
+            row |= {n: sum(clock.microseconds(*part) for part in marks[n]) for n in StepStats.PHASES if n in marks}
             row |= {"step": clock.microseconds(ready, end), "adamw": clock.microseconds(begin, middle)}
             row["adamw and clipping"] = row["adamw"] + clock.microseconds(middle, ready)
             steps.append(row)
@@ -391,7 +391,7 @@ def common(a: list[Interval], b: list[Interval]) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line a row, and a sentence on what hides."""
-    shown = [name for name in PHASES if name != "wait"]
+    shown = [name for name in StepStats.PHASES if name != "wait"]
     head = ["parameters", "dtype", "sparsity", "N", *(f"{name}, ms" for name in shown), "step, ms", "of the host, ms"]
     head += ["AdamW fused, ms", "AdamW and clipping, ms", "step / AdamW", "step / AdamW and clipping"]
     lines, timed = [], [row for row in rows if "parameters" in row]
@@ -422,7 +422,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 0.45 * len(rows) + 1.5), layout="constrained")
     for place, row in enumerate(rows):
         left = 0.0
-        for color, name in enumerate(name for name in PHASES if name != "wait"):
+        for color, name in enumerate(name for name in StepStats.PHASES if name != "wait"):
             share = row["microseconds"].get(name, 0.0) / row["microseconds"]["adamw"]
             axes.barh(place, share, left=left, color=f"C{color}", label=name if not place else None)
             left += share

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the package knows its methods by name before torch is impor
     from torch.optim import Optimizer
 
     from lightning_scape.comm.collectives import Communicator, ProcessGroup
+    from lightning_scape.core.stats import Stats
 
 METHODS = {
     "scape": "lightning_scape.scape.optimizer:ScapeOptimizer",
@@ -134,13 +135,18 @@ class Method(ABC):
     def steps_taken(self) -> int:
         """Steps of the optimizer, those before a loaded checkpoint included."""
 
+    @property
     @abstractmethod
+    def stats(self) -> Stats | None:
+        """Figures of the last exchange; None before the first."""
+
     def figures(self) -> dict[str, float]:
-        """Figures of the last exchange; empty before the first. May wait for the device.
+        """Those figures by name; empty before the first exchange. May wait for the device.
 
         A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
         """
+        return {} if self.stats is None else self.stats.as_dict("")
 
     @abstractmethod
     def summary(self) -> str:

@@ -305,16 +305,13 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         return self.engine.calls
 
     @property
+    @override
     def stats(self) -> StepStats | None:
         """Figures of the last step, None before the first.
 
         On CUDA, reading its norm or factor waits for the device. Do not ask at every step.
         """
         return self.engine.stats
-
-    @override
-    def figures(self) -> dict[str, float]:
-        return {} if self.stats is None else self.stats.as_dict("")
 
     @override
     def summary(self) -> str:

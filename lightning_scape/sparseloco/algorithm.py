@@ -21,13 +21,12 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
-from lightning_scape.core.ranges import timed_range
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.ops.naive.wire import Wire, add_entries
 from lightning_scape.sparseloco import opening
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.opening import Opening
-from lightning_scape.sparseloco.stats import PHASES, ExchangeStats
+from lightning_scape.sparseloco.stats import ExchangeStats
 
 MOST_DROPPED = 10
 """Windows in a row that are dropped raise an error."""
@@ -157,9 +156,9 @@ class Algorithm:
             FloatingPointError: too many windows in a row were dropped; on every rank.
         """
         progress, comm = self.progress, self.comm
-        seconds = dict.fromkeys(PHASES, 0.0)
+        stats = ExchangeStats(density=self._density)
         self.parameters.flatten()
-        with timed_range("sparseloco::norm", seconds):
+        with stats.phase("norm"):
             everyone = self._meet()
             norm = math.sqrt(sum(rank.square for rank in everyone) / comm.world_size)
         if not any(rank.in_window or rank.written for rank in everyone):
@@ -169,40 +168,31 @@ class Algorithm:
             if any(rank.written for rank in everyone):
                 self._start_from_what_was_written()
             if any(rank.in_window for rank in everyone):
-                self._outer_step(seconds)
-        with timed_range("sparseloco::set_out", seconds):
+                self._outer_step(stats)
+        with stats.phase("set_out"):
             for _, entries, theta in self._parts():
                 theta.copy_(self._state.start.view(-1)[entries])
         progress.in_window, progress.written = 0, []
         progress.exchanges += 1
         self._count_dropped(not math.isfinite(norm))
-        sent, waited = comm.traffic.take()
-        self.stats = ExchangeStats(
-            step=progress.steps,
-            exchange=progress.exchanges,
-            bytes_parameters=sent["parameters"],
-            bytes_norm=sent["norm"],
-            bytes_dense=all_reduce_bytes(self.parameters.local, comm.world_size),
-            density=self._density,
-            delta_norm=norm,
-            skipped=not math.isfinite(norm),
-            skipped_total=progress.dropped,
-            message_seconds=waited,
-            seconds=seconds,
-        )
+        stats.step, stats.exchange, stats.skipped_total = progress.steps, progress.exchanges, progress.dropped
+        stats.delta_norm, stats.skipped = norm, not math.isfinite(norm)
+        stats.bytes_dense = all_reduce_bytes(self.parameters.local, comm.world_size)
+        stats.bytes_sent, stats.message_seconds = comm.traffic.take()
+        self.stats = stats
         self._check_equal()
 
     # ------------------------------------------------------------------------------------ the parts of an exchange
 
-    def _outer_step(self, seconds: dict[str, float]) -> None:
+    def _outer_step(self, stats: ExchangeStats) -> None:
         """Folds, sends, and moves the starting point."""
         state, config = self._state, self.config
-        with timed_range("sparseloco::fold", seconds):
+        with stats.phase("fold"):
             for _, entries, theta in self._parts():
                 state.error.view(-1)[entries].mul_(config.error_decay).add_(self._delta(entries, theta))
-        with timed_range("sparseloco::send", seconds):
+        with stats.phase("send"):
             messages = self._send(state.error)
-        with timed_range("sparseloco::outer", seconds):
+        with stats.phase("outer"):
             for rows in self._rows():
                 state.start[rows] -= config.outer_lr * self._mean(messages[:, rows], state.start[rows])
 

@@ -246,13 +246,10 @@ class SparseLoCo(Method):
     # ------------------------------------------------------------------------------------------- what it says
 
     @property
+    @override
     def stats(self) -> ExchangeStats | None:
         """Figures of the last exchange; None before the first, and after a load."""
         return self.algorithm.stats
-
-    @override
-    def figures(self) -> dict[str, float]:
-        return {} if self.stats is None else self.stats.as_dict("")
 
     @property
     @override

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.ops import cuda
-from lightning_scape.scape.stats import PHASES
+from lightning_scape.scape.stats import StepStats
 
 pytestmark = pytest.mark.gpu
 
@@ -186,7 +186,7 @@ def test_phases_are_ranges_of_the_profiler() -> None:
         optimizer.step()
         optimizer.drain()
     names = {event.key for event in profiler.key_averages()}
-    assert {f"scape::{phase}" for phase in PHASES} <= names
+    assert {f"scape::{phase}" for phase in StepStats.PHASES} <= names
 
 
 @pytest.mark.parametrize("update", ["adams", "adamw"])
