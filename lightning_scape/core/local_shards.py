@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -108,35 +108,32 @@ def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
     return next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
 
 
-def node_communicator(parameters: Sequence[Tensor]) -> Communicator:
-    """Messages between the ranks that together hold one replica; nobody else for plain parameters."""
-    mesh = mesh_of(parameters)
-    if mesh is None or mesh.ndim != 1 or mesh.size() == 1:
-        return Communicator.alone()
-    return Communicator(mesh.get_group())
-
-
-def everyone(communicator: Communicator, node: Communicator) -> Communicator:
-    """All ranks whose parts make up a state: those with the same rows, and those of their nodes."""
-    return communicator if node.world_size == 1 else Communicator()
-
-
-def communicator(kind: type[C], parameters: Sequence[Tensor], process_group: ProcessGroup | None) -> C:
-    """An optimizer's messages to the ranks with the same rows. Collective.
+def communicators(
+    kind: type[C], parameters: Sequence[Tensor], process_group: ProcessGroup | None
+) -> tuple[C, Communicator]:
+    """An optimizer's messages to the ranks with the same rows, and to those that hold the other rows. Collective.
 
     Args:
         kind: of the method.
-        parameters: frozen ones may be among them.
-        process_group: those ranks. None is all ranks, or, where all together hold one replica, this one alone.
+        parameters: frozen ones may be among them. For plain ones nobody has other rows.
+        process_group: the ranks with the same rows. None is all ranks, or, where all together hold one replica, this
+            one alone.
 
     Raises:
         RuntimeError: several ranks were launched, and no process group is up.
     """
     check_joined()
     mesh = mesh_of(parameters)
-    if process_group is None and mesh is not None and mesh.ndim == 1 and mesh.size() == world_size():
-        return kind.alone()
-    return kind.of_optimizer(process_group)
+    if mesh is None or mesh.ndim != 1:
+        return kind.of_optimizer(process_group), Communicator.alone()
+    whole = process_group is None and mesh.size() == world_size()
+    across = kind.alone() if whole else kind.of_optimizer(process_group)
+    return across, Communicator.alone() if mesh.size() == 1 else Communicator(mesh.get_group())
+
+
+def everyone(communicator: Communicator, node: Communicator) -> Communicator:
+    """All ranks whose parts make up a state: those with the same rows, and those of their nodes."""
+    return communicator if node.world_size == 1 else Communicator()
 
 
 def problem(
@@ -159,43 +156,24 @@ def problem(
             )
         return None
     for name, parameter in zip(names, parameters, strict=True):
-        if (found := _problem_of_parameter(name, parameter, mesh)) is not None:
-            return found
+        placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        if placed != (mesh, (Shard(0),)) or mesh.ndim != 1:
+            how = "not sharded" if placed is None else f"on the mesh {placed[0]} with {placed[1]}"
+            return (
+                "All parameters must be sharded by rows, Shard(0), over one dimension of ranks, a node's, or none, got"
+                f" {name} of shape {tuple(parameter.shape)}, {how}. Call fully_shard(module, mesh=mesh['shard']) with"
+                " the same mesh each time, on the whole model too, or freeze the parameter. A dimension of tensor"
+                " parallelism is not supported, and the nodes' is SCAPE's."
+            )
     if group_size not in (1, "node", mesh.size()):
         return f"`local_group_size` must be the size of the shard mesh, {mesh.size()}, got {group_size}. Leave it out."
-    return _problem_of_group(mesh, process_group)
-
-
-def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str | None:
-    if not isinstance(parameter, DTensor):
-        return (
-            f"All parameters must be sharded, or none, got {name} of shape {tuple(parameter.shape)} that is not: its"
-            " gradient would not be averaged over the node. Call fully_shard on the whole model too, or freeze it."
-        )
-    placements: Any = parameter.placements
-    if parameter.device_mesh != mesh or mesh.ndim != 1 or placements != (Shard(0),):
-        return (
-            f"Parameters must be sharded by rows, Shard(0), over one dimension of ranks, a node's, got {name} on the"
-            f" mesh {parameter.device_mesh} with {placements}. Call fully_shard(module, mesh=mesh['shard']) with the"
-            " same mesh each time; a dimension of tensor parallelism is not supported, and the nodes' is SCAPE's."
-        )
-    return None
-
-
-def _problem_of_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> str | None:
-    ranks = world_size()
-    if process_group is None:
-        if mesh.size() == ranks:
-            return None
-        return (
-            "`process_group` must be the ranks with the same rows, one of each node, for sharded parameters, got None:"
-            f" the mesh has {mesh.size()} of {ranks} ranks. Pass process_group=mesh['replicate'].get_group()."
-        )
-    across, inside = set(get_process_group_ranks(process_group)), set(mesh.mesh.tolist())
+    ranks, inside = world_size(), set(mesh.mesh.tolist())
+    across = {get_rank()} if process_group is None else set(get_process_group_ranks(process_group))
     if across & inside != {get_rank()} or len(across) * len(inside) != ranks:
+        given = None if process_group is None else f"ranks {sorted(across)}"
         return (
-            "`process_group` must be the ranks with the same rows, one of each node, got ranks"
-            f" {sorted(across)} beside a node of {sorted(inside)} in {ranks} ranks. Pass"
+            "`process_group` must be the ranks with the same rows, one of each node, for sharded parameters, got"
+            f" {given} beside a node of {sorted(inside)} in {ranks} ranks. Pass"
             " process_group=mesh['replicate'].get_group()."
         )
     return None

@@ -1,6 +1,10 @@
-"""How figures are written for people."""
+"""How numbers are written: for people, and into files."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
 
 
 def show_bytes(size: float) -> str:
@@ -23,3 +27,15 @@ def show_seconds(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{show_times(seconds / unit)} {name}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{show_times(seconds * 1e3)} ms"
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """NumPy's numbers in dicts, lists and tuples as Python's, which are equal, and which ``weights_only`` reads.
+
+    A schedule that uses ``np.cos`` makes the learning rate one of them. Dicts, lists and tuples are new.
+    """
+    if type(value) is dict:
+        return {key: with_plain_numbers(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_plain_numbers(each) for each in value)
+    return value.item() if isinstance(value, (np.number, np.bool_)) else value

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_scape.core.numbers import with_plain_numbers
+from lightning_scape.core.words import with_plain_numbers
 
 _STATE = "scape_scheduler"
 """Key of the dict that stands for a scheduler inside another one's state."""

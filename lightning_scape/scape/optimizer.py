@@ -18,10 +18,9 @@ from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_red
 from lightning_scape.core import local_shards
 from lightning_scape.core.entries import entry
 from lightning_scape.core.method import Method, unwrapped
-from lightning_scape.core.numbers import with_plain_numbers
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.core.words import show_bytes
+from lightning_scape.core.words import show_bytes, with_plain_numbers
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
@@ -117,8 +116,9 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         parameters = Parameters.of(groups)
         parameters.rename(named_parameters)
         given = [parameter for group in groups for parameter in group["params"]]  # frozen ones included
-        comm = communicator or local_shards.communicator(ScapeCommunicator, given, process_group)
-        node = local_shards.node_communicator(given)
+        comm, node = communicator, Communicator.alone()
+        if comm is None:
+            comm, node = local_shards.communicators(ScapeCommunicator, given, process_group)
         problem = parameters.problem(groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )

@@ -35,7 +35,7 @@ from lightning_scape.checkpoint.shards import (
     taken,
 )
 from lightning_scape.core import local_shards
-from lightning_scape.core.numbers import with_plain_numbers
+from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
 from lightning_scape.sparseloco.config import OF_THE_MESH
 

@@ -88,8 +88,7 @@ class SparseLoCo(Method):
         self.parameters.rename(named_parameters)
         node = Communicator.alone()
         if communicator is None:
-            communicator = local_shards.communicator(Communicator, self.parameters.tensors, process_group)
-            node = local_shards.node_communicator(self.parameters.tensors)
+            communicator, node = local_shards.communicators(Communicator, self.parameters.tensors, process_group)
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
