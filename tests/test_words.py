@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer
 
 from lightning_scape import ScapeStrategy, SparseLoCoStrategy
+from lightning_scape.comm.collectives import group_beside
 from lightning_scape.hosts.words import Words
 
 pytestmark = MARKS
@@ -25,7 +26,7 @@ LAG = 8
 
 def speak(rank: int, world_size: int) -> tuple[list[bool], float]:
     """Rank 1 comes to its first batch late, and is told to stop in its second one."""
-    words, heard = Words.beside(LAG), []
+    words, heard = Words(group_beside(None, "words"), LAG), []
     dist.barrier()
     began = time.monotonic()
     time.sleep(rank)
@@ -65,7 +66,7 @@ class Slow:
 
 def speak_slowly(rank: int, world_size: int) -> tuple[list[bool], float]:
     """Batches of 5 ms that no step ends; rank 1 is told to stop in the middle."""
-    words, heard, send = Words.beside(1), [], dist.all_reduce
+    words, heard, send = Words(group_beside(None, "words"), 1), [], dist.all_reduce
     dist.all_reduce = lambda *args, **options: Slow(send(*args, **options))
     for batch in range(200):
         words.begin_batch()

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
+from lightning_scape.comm.collectives import Communicator, broadcast_tensors, group_beside, world_size
 from lightning_scape.core.method import Method, find, method_of, unwrapped
 from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
@@ -47,26 +47,21 @@ class Common:
         self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         self.words = Words(None, 1)
         """Of all ranks, once they have met."""
-        self._alike: dict[str, Any] = {
-            "lightning_scape's version": __version__,
-            "method": self.method.name,
-            "state_dict_type": state_dict_type,
-            "async_save": async_save,
-        }
-        """By these ranks choose their messages, so they must be the same on all."""
 
     def meet(self, strategy: Any) -> None:
-        """When the process group is up: makes those beside it. Collective."""
+        """When the process group is up: makes those beside it. What ranks choose messages by must agree. Collective."""
         self.checkpoints.check_io(strategy.checkpoint_io)
-        check_same_setup(Communicator(), self._alike)
+        alike = {
+            "lightning_scape's version": __version__,
+            "method": self.method.name,
+            "state_dict_type": "sharded" if self.checkpoints.sharded else "full",
+            "async_save": self.checkpoints.saver.asynchronous,
+        }
+        check_same_setup(Communicator(), alike)
         self.nodes.set_up(strategy.num_processes, strategy.root_device)
-
-    def new_words(self, strategy: Any) -> Words:
-        """For a run: those of an earlier one may have been left unheard. Collective."""
         lag = min(self.method.steps_apart(self.config), _HEARD_WITHIN)
-        # On CUDA the host is a step ahead of the device.
-        self.words = Words.beside(max(lag, 2) if strategy.root_device.type == "cuda" else lag)
-        return self.words
+        # On CUDA the host is a step ahead of the device. Words of an earlier fit may have been left unheard.
+        self.words = Words(group_beside(None, "words"), max(lag, 2) if strategy.root_device.type == "cuda" else lag)
 
     def attach(self, optimizer: Optimizer, names: Sequence[tuple[str, Tensor]]) -> Method:
         """Puts one of the user's optimizers under the method, and says so. Collective."""
@@ -115,11 +110,6 @@ def register(method: str, strategy: Any, registry: Any) -> None:
 
 def resolve_config(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
     """One configuration from a strategy's two ways of giving it.
-
-    Args:
-        kind: of the configuration.
-        config: a whole configuration, or None.
-        options: those of the method that were given by name.
 
     Raises:
         ValueError: an option is outside its rule, or is given beside ``config``.

@@ -106,7 +106,6 @@ class FabricMethodStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         self._common.meet(self)
-        self._common.new_words(self)
         # What was set up, as long as the user keeps it: the strategy must not keep a model alive.
         self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()  # in order
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -314,6 +313,4 @@ class _GradientSync(BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        if enabled and two_level.is_sharded(two_level.within(module)):
-            return two_level.without_gradient_sync(two_level.within(module))
-        return nullcontext()
+        return two_level.without_gradient_sync(two_level.within(module)) if enabled else nullcontext()

@@ -123,8 +123,7 @@ class MethodStrategy(DDPStrategy):
         self._replaced.close()
         act_together(self._replaced, trainer, self._before_save)
         if trainer.state.fn == TrainerFn.FITTING:
-            words = self._common.new_words(self)
-            self._signals = signals.Signals(trainer, words, self._checkpoints.saver, self._replaced)
+            self._signals = signals.Signals(trainer, self._common.words, self._checkpoints.saver, self._replaced)
 
     @override
     def tensor_init_context(  # type: ignore[override]
@@ -183,7 +182,7 @@ class MethodStrategy(DDPStrategy):
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return two_level.without_gradient_sync(self._module) if self._nodes.several else nullcontext()
+        return two_level.without_gradient_sync(self._module)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -211,13 +211,15 @@ def on_meta(precision: contextlib.AbstractContextManager[Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def without_gradient_sync(module: nn.Module) -> Iterator[None]:
-    """Inside, backward passes add gradients up and send none."""
-    root = cast(FSDPModule, module)
-    root.set_requires_gradient_sync(False)
+    """Inside, backward passes of a sharded module add gradients up and send none; others never send any."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        root.set_requires_gradient_sync(True)
+        module.set_requires_gradient_sync(True)
 
 
 def check_gradients_arrived(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_scape.comm.collectives import ProcessGroup, group_beside
+from lightning_scape.comm.collectives import ProcessGroup
 
 _POLL_SECONDS = 0.02
 _MOST_BATCHES = 32
@@ -57,11 +57,6 @@ class Words:
         """What this rank was told; a signal's handler sets it."""
         self.stop_heard = self.save_heard = False
         """What some rank was told, as all have heard."""
-
-    @classmethod
-    def beside(cls, lag: int) -> Words:
-        """Over all ranks. Collective."""
-        return cls(group_beside(None, "words"), lag)
 
     def say(self, *, last: bool = False, saving: bool = False) -> None:
         """Says a word; all ranks say as many. ``last``: this rank's epoch ends. ``saving``: it is in a save."""
