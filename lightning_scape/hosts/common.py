@@ -102,10 +102,8 @@ def register(method: str, strategy: Any, registry: Any) -> None:
     What has them already stays, as that of ``litgpt-scape``.
     """
     if method not in registry:
-        what = f"lightning_scape's method {method!r}"
-        registry.register(method, strategy, description=what)
-        notebooks = f"{what}; processes are forked, for notebooks"
-        registry.register(f"{method}_notebook", strategy, description=notebooks, start_method="fork")
+        registry.register(method, strategy)
+        registry.register(f"{method}_notebook", strategy, start_method="fork")
 
 
 def resolve_config(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:

@@ -56,8 +56,7 @@ class FabricMethodStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
-        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``; None is
-            ``"fork"`` in a notebook, else ``"popen"``.
+        start_method: how processes are started; None is ``"fork"`` in a notebook, else ``"popen"``.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
@@ -208,10 +207,9 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        if not self._common.method.clips:
-            super().clip_gradients_value(module, optimizer, clip_val)
-            return
-        refuse_to_clip_by_value(f"clip_val={clip_val}")
+        if self._common.method.clips:
+            refuse_to_clip_by_value(f"clip_val={clip_val}")
+        super().clip_gradients_value(module, optimizer, clip_val)
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -53,7 +53,7 @@ class Signals(Callback):
         """Whether this rank has met an error, and others have not."""
         replace(replaced, signals(trainer), SIGTERM_HANDLER, self._note_stop)
         replace(replaced, signals(trainer), REQUEUE_HANDLER, self._note_save)
-        replace(replaced, trainer.fit_loop.epoch_loop, BROADCAST, _say_nothing)  # of rank 0's flag: the word says it
+        replace(replaced, trainer.fit_loop.epoch_loop, BROADCAST, lambda *_: None)  # of rank 0's flag: the word says it
         insert(replaced, trainer, self)
         insert(replaced, trainer, End(words), first=True)
 
@@ -141,12 +141,13 @@ class Signals(Callback):
         """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
         if isinstance(exception, SIGTERMException):  # all ranks end after the same batch
             return
-        saving = [callback for callback in callbacks_of(trainer) if _saves(callback)]
+        saves = [each for each in callbacks_of(trainer) if isinstance(each, Checkpoint)]
+        saving = [each for each in saves if getattr(each, "save_on_exception", True)]
         self.failed_alone = not self._words.all_failed(FAILING_SECONDS)
         if not self.failed_alone:
             return
         for callback in saving:
-            replace(self._replaced, callback, "on_exception", _say_nothing)
+            replace(self._replaced, callback, "on_exception", lambda *_: None)
         if saving:
             warnings.warn(
                 f"All ranks must save together, got {type(exception).__name__} on rank {trainer.global_rank} and not on"
@@ -178,16 +179,6 @@ def end_windows(trainer: Trainer) -> None:
     """Makes all ranks hold the same parameters, what was written last included. Collective."""
     for method in find_all(trainer.optimizers):
         method.finish()
-
-
-def _say_nothing(*_: Any) -> None:
-    """Takes the place of a method."""
-
-
-def _saves(callback: Callback) -> bool:
-    if isinstance(callback, ModelCheckpoint):
-        return bool(callback.save_on_exception)
-    return isinstance(callback, Checkpoint) and type(callback).on_exception is not Callback.on_exception
 
 
 def is_last_step(trainer: Trainer) -> bool:

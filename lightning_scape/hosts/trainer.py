@@ -58,8 +58,7 @@ class MethodStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks; a number counts seconds.
-        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``; None is
-            ``"fork"`` in a notebook, else ``"popen"``.
+        start_method: how processes are started; None is ``"fork"`` in a notebook, else ``"popen"``.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. What

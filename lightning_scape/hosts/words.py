@@ -134,15 +134,14 @@ class Words:
 
     def all_failed(self, seconds: float) -> bool:
         """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
-        # Twice: one that came in vain has gone, and its first word is still there.
-        return self._all_come(seconds) and self._all_come(seconds)
-
-    def _all_come(self, seconds: float) -> bool:
-        self.say(saving=True)
-        deadline = time.monotonic() + seconds
-        while (heard := self.all_arrived()) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return heard is not None and heard.saving == self.ranks
+        for _ in range(2):  # a rank that comes in vain once has gone, and its first word is still there
+            self.say(saving=True)
+            deadline = time.monotonic() + seconds
+            while (heard := self.all_arrived()) is None and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            if heard is None or heard.saving < self.ranks:
+                return False
+        return True
 
     def _check(self, heard: Word) -> None:
         if 0 < heard.saving < self.ranks:
