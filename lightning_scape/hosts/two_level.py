@@ -47,6 +47,10 @@ class Nodes:
         """Nodes times ranks of a node, its dimensions named ``replicate`` and ``shard``."""
         self._replaced: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a strategy: its set-up makes the mesh anew."""
+        return {**vars(self), "mesh": None, "_replaced": None}
+
     @property
     def several(self) -> bool:
         """Whether a node has several ranks; known after :meth:`set_up`."""
