@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -575,10 +576,10 @@ def find_a_learning_rate(rank: int, method: str, folder: str) -> None:
     finder = Tuner(trainer).lr_find(model, num_training=8, update_attr=True)
     assert len(finder.results["lr"]) == 8
     assert torch.equal(weights(model), gathered(before)[0])
-    rates: list[Any] = [None, None]
-    dist.all_gather_object(rates, model.lr)
-    assert rates[0] == rates[1]
+    assert torch.equal(*gathered(torch.tensor(model.lr)))
     trainer.fit(model)
+    assert alike(model)
+    fit(method, model, LearningRateFinder(num_training_steps=8), default_root_dir=folder)  # inside the fit
     assert alike(model)
 
 
@@ -649,10 +650,8 @@ def start_equal(rank: int, method: str, folder: str) -> None:
 
 def evaluate_without_a_fit(rank: int, method: str, folder: str) -> None:
     trainer, model = make_trainer(sparse(method), limit_val_batches=2), Regression()
-    (validation,) = trainer.validate(model, verbose=False)
-    (test,) = trainer.test(model, verbose=False)
-    assert "val_loss" in validation
-    assert "val_loss" in test
+    assert "val_loss" in trainer.validate(model, verbose=False)[0]
+    assert "val_loss" in trainer.test(model, verbose=False)[0]
     assert len(trainer.predict(model)) == BATCHES
     trainer.fit(model)
     trainer.validate(model, verbose=False)

@@ -20,11 +20,13 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 def insert(stack: ExitStack, trainer: Trainer, guest: Callback, first: bool = False) -> None:
     """Inserts a callback until the stack is closed: after those that act on a batch, and before those that save.
 
-    With ``first`` before all others, which may draw random numbers, or write averages into the module.
+    With ``first`` before all others, which may draw random numbers, or write averages into the module. The list is a
+    new one: Lightning goes through the old one, as where LearningRateFinder loads a checkpoint.
     """
-    callbacks = callbacks_of(trainer)
+    callbacks = list(callbacks_of(trainer))
     places = [index for index, other in enumerate(callbacks) if first or isinstance(other, Checkpoint)]
     callbacks.insert(min(places, default=len(callbacks)), guest)
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
     stack.callback(_remove, trainer, guest)
 
 
