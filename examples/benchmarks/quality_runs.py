@@ -218,7 +218,7 @@ SHORT = [
 FOUR_DOMAINS = [{"task": task, "steps": 10_000} for task in ("domains", "domains-even")]
 OF_MANY_RANKS = [
     {"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": batch}
-    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4), (4, 8))
+    for ranks, batch in ((2, 16), (4, 8), (8, 4), (16, 2), (32, 1), (16, 4), (32, 4))
 ]
 SUITES: dict[str, list[Run]] = {
     "10000_steps": [
@@ -234,17 +234,6 @@ SUITES: dict[str, list[Run]] = {
     "largest": [
         *drop_in(5e-4, seeds=(0, 1), size="30M", steps=4000, **LARGE),
         *drop_in(5e-4, size="85M", steps=4000, **LARGE),
-    ],
-    "ranks": [
-        *sweep([ADAMW], [8e-3], (0, 1), size="0.03M", betas=TORCH_BETAS),
-        *(
-            run
-            for ranks in (4, 32, 16, 8, 2)
-            for run in sweep(
-                *([scape(0.9), scape(0.99)], [8e-3], (0, 1)),
-                **{"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": 32 // ranks},
-            )
-        ),
     ],
     "many_ranks": on_one_page(8e-3, range(2), OF_MANY_RANKS, (0.99, 0.9, 0.98, 0.95, 0.995)),
     "domains": [
