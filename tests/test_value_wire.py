@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.ops.naive.wire import GROUP, Wire, packed_bytes
 from lightning_scape.scape.cost import scape_bytes
+from lightning_scape.scape.shard import TOGETHER
 from lightning_scape.scape.state import Step
 
 SHAPES = ((33, 30), (7,), (3, 101))
@@ -122,6 +123,35 @@ def test_ranks_are_bitwise_equal_bytes_are_as_planned_and_training_is_as_with_fp
     way = float((exact["end"] - torch.cat([p.detach().flatten() for p in model(torch.float32)])).norm())
     assert 0 < float((four["end"] - exact["end"]).norm()) < 0.5 * way
     assert exact["values"] > 7.0 * four["values"]
+
+
+def _ends(rank: int, world_size: int, wire: str, dtype: torch.dtype) -> list[Tensor]:
+    """What some steps end at, while everything is sent and then less, with rows of blocks that have no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((250, 101), (7,), (97, 150))
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    options: dict[str, Any] = {"wire_dtype": wire, "sparsity_warmup_steps": 6}
+    optimizer = ScapeOptimizer(params, lr=1e-2, config=ScapeConfig(sparsity=0.9, **options))
+    for number in range(9):
+        step(params[:1] if number in (1, 7) else params, optimizer, rank, number)
+        optimizer.zero_grad()
+    optimizer.drain()
+    assert (state := optimizer.engine.state) is not None
+    return [*(p.detach() for p in params), *(each for each in vars(state).values() if isinstance(each, Tensor))]
+
+
+def _in_parts(rank: int, world_size: int, wire: str, dtype: torch.dtype) -> None:
+    at_once = _ends(rank, world_size, wire, dtype)
+    with patch.dict(TOGETHER, {"cpu": 1}), patch.object(ops, "mean", side_effect=ops.mean) as mean:
+        in_parts = _ends(rank, world_size, wire, dtype)
+    assert mean.call_count > 9  # more than one part
+    assert all(map(torch.equal, at_once, in_parts))
+
+
+@pytest.mark.parametrize("wire", ["int4", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_some_rows_at_a_time_are_as_all_at_once(run_ranks: Any, wire: str, dtype: torch.dtype) -> None:
+    run_ranks(_in_parts, 2, wire, dtype)
 
 
 def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:

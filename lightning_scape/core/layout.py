@@ -139,6 +139,7 @@ class Layout:
         """Blocks of one shard, the same on every rank."""
         self.blocks = self.shard_blocks * world_size
         """All blocks, the fillers at the end included."""
+        self._regions: dict[tuple[int, int], Region] = {}
 
     @property
     def numel(self) -> int:
@@ -156,7 +157,13 @@ class Layout:
     def local(self, rank: int) -> Region:
         """The shard of ``rank``; rows count from the shard's first block."""
         mine = self.rows_of(rank)
-        return Region((slice(0, self.shard_blocks),), tuple(self._cut(mine.start, mine.stop, mine.start)))
+        return self.region(mine.start, mine.stop)
+
+    def region(self, first: int, stop: int) -> Region:
+        """The blocks from ``first`` to before ``stop``; rows count from the first of them."""
+        if (first, stop) not in self._regions:
+            self._regions[first, stop] = Region((slice(0, stop - first),), tuple(self._cut(first, stop, first)))
+        return self._regions[first, stop]
 
     def remote(self, rank: int) -> Region:
         """The shards of all other ranks; rows count from block 0."""

@@ -8,13 +8,21 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.ops.naive.masks import cut
+from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.state import ScapeState, Step
 
+TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""Entries that are worked on together, by kind of device: what is computed of them takes some 20 bytes of each."""
+
 
 class Shard:
     """A rank's part: the entries that it owns, whose moments it keeps, and what it sends to the other owners.
+
+    Rows count among all blocks. Where a step sends much, it works on some of them at a time: else the first steps would
+    take several times the memory of later ones.
 
     Args:
         layout: blocks and shards.
@@ -26,10 +34,9 @@ class Shard:
 
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, rows: Rows) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
-        """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
+        """The shard's rows; and its region, whose rows count from the first of them."""
         self.others = layout.remote(rank)
-        """The shards of the other ranks; rows count from block 0."""
-        self._all_rows = slice(0, layout.blocks if self.others.rows else 0)  # none with one rank
+        """The shards of the other ranks."""
         self._layout, self._rank = layout, rank
         self._parameters, self._numbers_of = parameters, rows
         self.packed = config.packed and layout.world_size > 1
@@ -42,8 +49,9 @@ class Shard:
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
-        self._sweep_others(step)
-        self._sweep(step)
+        for rows, region in self._parts_of_others(step):
+            self._sweep(step, rows, region)
+        self._sweep(step, self.rows, self.region, moment=self._second_moment(step, self.rows, self.region))
 
     def take_others(self, step: Step) -> Tensor:
         """Folds and compacts; returns the message for the other ranks, on the parameters' device.
@@ -52,103 +60,162 @@ class Shard:
 
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
-        values, shards = self._empty(step, self._all_rows), self._layout.world_size
+        parts, sent, shards = self._parts_of_others(step), step.sent, self._layout.world_size
         if not self.packed:
-            self._sweep_others(step, values)
+            ((rows, region),) = parts
+            self._sweep(step, rows, region, values := self._empty(step, rows))
             values[self.rows] = 0  # NCCL may look for NaN in its input
             return values
-        message = ops.new_message(shards, values.numel() // shards, values.device)
-        self._sweep_others(step, values, message)
+        message = ops.new_message(shards, self._layout.shard_blocks * sent, step.state.step.device)
+        for rows, region in parts:
+            self._sweep(step, rows, region, self._empty(step, rows), message=self._cut(message, rows, sent))
         message[self._rank] = 0
         return message.flatten(0, 1)
 
-    def take(self, step: Step) -> Tensor:
-        """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``."""
-        values = self._empty(step, self.rows)
-        self._sweep(step, values)
+    def take(self, step: Step) -> Tensor | None:
+        """Folds, keeps statistics and compacts; returns my values for my shard, ``[R, q]``. Of many, :meth:`update`."""
+        return None if len(self._parts(step)) > 1 else self._take(step, self.rows, self.region)
+
+    def _take(self, step: Step, rows: slice, region: Region) -> Tensor:
+        # Where everything is sent, AdamW's update takes the averaged gradient itself.
+        moment = None if step.folded or step.mask is None else self._second_moment(step, rows, region)
+        self._sweep(step, rows, region, values := self._empty(step, rows), moment)
         return values
 
-    def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
-        """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
-        if self.packed:
-            received = ops.dequantize(received, mine.numel()).view(self._layout.world_size, *mine.shape)
-        return [mine if rank == self._rank else each for rank, each in enumerate(received)]
-
     def _empty(self, step: Step, rows: slice) -> Tensor:
-        residual = step.state.residual
-        return torch.empty(len(residual[rows]), step.sent, dtype=torch.float32, device=residual.device)
+        return torch.empty(rows.stop - rows.start, step.sent, dtype=torch.float32, device=step.state.step.device)
 
-    def _sweep_others(self, step: Step, values: Tensor | None = None, message: Tensor | None = None) -> None:
+    def _second_moment(self, step: Step, rows: slice, region: Region) -> ops.SecondMoment | None:
+        """AdamW's, which takes in my gradient in a step that does not send everything."""
+        moment = step.state.exp_avg_sq
+        if moment is None:
+            return None
+        weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in region.pieces]
+        return ops.SecondMoment(moment[self._here(rows)], weights, self._layout.world_size)
+
+    def _sweep(
+        self,
+        step: Step,
+        rows: slice,
+        region: Region,
+        values: Tensor | None = None,
+        moment: ops.SecondMoment | None = None,
+        message: Tensor | None = None,
+    ) -> None:
         """Folds what is not yet folded; the masked entries go into ``values``, if given, and into ``message``."""
-        residual, mask = step.state.residual[self._all_rows], None if values is None else step.mask_of(self._all_rows)
-        parts, scale = step.parts(self.others), step.scale.blocks
-        ops.sweep(ops.Sweep(self.others, residual, parts, scale, mask, values, message=message))
-
-    def _sweep(self, step: Step, values: Tensor | None = None) -> None:
-        """As :meth:`_sweep_others`, of my shard. AdamW's second moment takes in what is folded."""
-        residual, mask = step.state.residual[self.rows], None if values is None else step.mask_of(self.rows)
-        parts, moment = step.parts(self.region), step.state.exp_avg_sq
-        if moment is None or parts is None or (values is not None and mask is None):
-            known = None  # where everything is sent, the update takes the averaged gradient itself
-        else:
-            weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in self.region.pieces]
-            known = ops.SecondMoment(moment, weights, self._layout.world_size)
-        ops.sweep(ops.Sweep(self.region, residual, parts, step.scale.mine, mask, values, known))
+        residual, mask, scale = step.state.residual[rows], step.mask_of(rows), cut(step.scale.blocks, rows)
+        ops.sweep(ops.Sweep(region, residual, step.parts(region), scale, mask, values, moment, message))
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def update(self, step: Step, mean: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates the masked entries from the mean gradient ``[R, q]`` and my own sum.
+    def update(self, step: Step, received: Tensor, mine: Tensor | None) -> Tensor:
+        """Updates the masked entries from the mean of all ranks' values.
+
+        Args:
+            step: the step.
+            received: the other ranks' values for my shard.
+            mine: what :meth:`take` has returned; it did not travel.
 
         Returns:
-            The message: new values of the entries, or their changes, ``[R, q]`` in the dtype in which they travel (or
-            packed); and what all ranks will read from it, ``[R, q]``.
+            The message: new values of the entries, ``[R, q]`` in the dtype in which they travel, or their changes,
+            packed.
         """
-        state, mask, scale = step.state, step.mask_of(self.rows), step.scale.mine
-        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
-        # Where somebody else has written a parameter since, its value takes the master's place.
-        entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, mask, self._layout.block_size)
-        ops.gather_params(entries, theta, renew=state.master is not None)
-        before = theta.clone() if self.packed else None
+        state, sent, blocks = step.state, step.sent, self._layout.shard_blocks
         numbers = self._numbers_of.numbers(state, step.scale, step.groups)
-        shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
-        own = None if mask is None else mine.to(mean.dtype)  # where everything is sent, the mean says all
-        ops.update_shard(shard, mask, mean, own, numbers, self._layout.world_size)
-        self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
-        if state.master is not None and mask is not None:
-            ops.scatter_blocks(state.master, mask, theta)
-        if before is None:
-            message = theta.to(self._parameters.wire_dtype)
-            return message, message
-        # With the rounding errors of earlier changes; the new ones stay with us.
-        if state.change_error is None:
-            state.change_error = torch.zeros_like(state.exp_avg)
-        return ops.quantize_with_error(state.change_error, mask, theta, before, scale), theta.float()
-
-    def write(self, step: Step, update: Tensor) -> None:
-        """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
-        # What narrower parameters lose by rounding stays with us where changes are packed.
-        error = step.state.change_error if self.packed else None
-        self._scatter(step, self.region, step.mask_of(self.rows), update, step.scale.mine, error)
-
-    def write_others(self, step: Step, message: Tensor) -> None:
-        """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
         if self.packed:
-            shards, count = self._layout.world_size, self._layout.shard_blocks * step.sent
-            message = ops.dequantize(message.unflatten(0, (shards, -1)), count).view(-1, step.sent)
-        self._scatter(step, self.others, step.mask, message, step.scale.blocks)
+            message = ops.new_message(1, blocks * sent, state.step.device)[0]
+            if state.change_error is None:
+                state.change_error = torch.zeros_like(state.exp_avg)
+        else:
+            message = torch.empty(blocks, sent, dtype=self._parameters.wire_dtype, device=state.step.device)
+        for rows, region in self._parts(step):
+            here, mask = self._here(rows), step.mask_of(rows)
+            own = self._take(step, rows, region) if mine is None else mine[here]
+            # In rank order: every implementation gets the same bits.
+            mean = ops.mean(self._arrived(received, here, own), state.exp_avg.dtype)
+            theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master[here], mask)
+            # Where somebody else has written a parameter since, its value takes the master's place.
+            ops.gather_params(self._entries(region, mask), theta, renew=state.master is not None)
+            before = theta.clone() if self.packed else theta
+            moments = (cut(each, here) for each in (state.exp_avg, state.exp_avg_sq, state.last_step))
+            alone = None if mask is None else own.to(mean.dtype)  # where everything is sent, the mean says all
+            shard, ranks = ops.ShardState(theta, *moments), self._layout.world_size
+            ops.update_shard(shard, mask, mean, alone, numbers.cut(here), ranks)
+            if state.master is not None and mask is not None:
+                ops.scatter_blocks(state.master[here], mask, theta)
+            error = self._error(step, here)
+            if error is None:
+                message[here] = theta
+            else:  # with the rounding errors of earlier changes; the new ones stay with us
+                scale = cut(step.scale.mine, here)
+                message[_groups(here, sent)] = ops.quantize_with_error(error, mask, theta, before, scale)
+        self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
+        return message
 
-    def _scatter(
-        self,
-        step: Step,
-        region: Region,
-        mask: Tensor | None,
-        values: Tensor,
-        scale: Tensor,
-        error: Tensor | None = None,
-    ) -> None:
-        entries = ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
+    def _arrived(self, received: Tensor, here: slice, own: Tensor) -> list[Tensor]:
+        """Every rank's values for some rows of my shard."""
+        if self.packed:
+            few = received[:, _groups(here, own.shape[1])].contiguous()
+            received = ops.dequantize(few, own.numel()).view(-1, *own.shape)
+        else:
+            received = received[:, here]
+        return [own if rank == self._rank else each for rank, each in enumerate(received)]
+
+    def write(self, step: Step, message: Tensor) -> None:
+        """Applies all owners' updates, from their messages; alike on all ranks. Skipped parameters are not written."""
+        if self.packed:
+            message = message.unflatten(0, (self._layout.world_size, -1))
+        for rows, region in self._parts_of_others(step):
+            self._write(step, message, rows, region, None)
+        for rows, region in self._parts(step):  # what narrower parameters lose by rounding stays with us
+            self._write(step, message, rows, region, self._error(step, self._here(rows)))
+
+    def _write(self, step: Step, message: Tensor, rows: slice, region: Region, error: Tensor | None) -> None:
+        if self.packed:
+            count = min(rows.stop - rows.start, self._layout.shard_blocks) * step.sent
+            values = ops.dequantize(self._cut(message, rows, step.sent), count).view(-1, step.sent)
+        else:
+            values = message[rows]
+        entries, scale = self._entries(region, step.mask_of(rows)), cut(step.scale.blocks, rows)
         ops.scatter_params(entries, values, self.packed, scale, error)
+
+    def _error(self, step: Step, here: slice) -> Tensor | None:
+        """What parameters lack, where changes are packed."""
+        return cut(step.state.change_error, here) if self.packed else None
+
+    def _entries(self, region: Region, mask: Tensor | None) -> ops.ParamEntries:
+        return ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
+
+    # ------------------------------------------------------------------------------------------- some rows at a time
+
+    def _parts(self, step: Step) -> list[tuple[slice, Region]]:
+        """The parts of my shard that are worked on together: rows, and what fills them."""
+        return self._cut_up(step, self._rank, step.sent * self._layout.world_size)
+
+    def _parts_of_others(self, step: Step) -> list[tuple[slice, Region]]:
+        """All of the others' shards, where that is little; else parts of one after the other."""
+        blocks, shards = self._layout.blocks, range(self._layout.world_size)
+        if not self.packed or len(_slices(step, blocks, step.sent)) <= 1:
+            return [(slice(0, blocks if self.others.rows else 0), self.others)]  # none with one rank
+        return [part for shard in shards if shard != self._rank for part in self._cut_up(step, shard, step.sent)]
+
+    def _cut_up(self, step: Step, shard: int, columns: int) -> list[tuple[slice, Region]]:
+        first = self._layout.rows_of(shard).start
+        few = _slices(step, self._layout.shard_blocks, columns)
+        rows = [slice(first + part.start, first + part.stop) for part in few]
+        return [(part, self._layout.region(part.start, part.stop)) for part in rows]
+
+    def _here(self, rows: slice) -> slice:
+        """Rows of my shard, counted from its first."""
+        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+
+    def _cut(self, message: Tensor, rows: slice, sent: int) -> Tensor:
+        """What a packed message ``[N, G, W]`` has of some rows: all of them, or a part of one shard."""
+        each, count = self._layout.shard_blocks, rows.stop - rows.start
+        if count > each:
+            return message
+        shard, first = divmod(rows.start, max(1, each))
+        return message[shard : shard + 1, _groups(slice(first, first + count), sent)]
 
     def adopt(self, state: ScapeState) -> None:
         """Makes of what another wire has kept what this one keeps: a master is what the parameter holds and lacks.
@@ -161,10 +228,21 @@ class Shard:
                 state.master = torch.zeros_like(state.exp_avg)
             return
         held = torch.zeros_like(foreign)
-        entries = ops.ParamEntries(self._parameters.flat, self.region.pieces, None, self._layout.block_size)
+        entries = self._entries(self.region, None)
         ops.gather_params(entries, held)
         if self.keeps_masters:
             state.master, state.change_error = held.add_(foreign), None
         else:
             ops.gather_params(entries, foreign, renew=True)
             state.change_error, state.master = foreign.sub_(held), None
+
+
+def _slices(step: Step, rows: int, columns: int) -> list[slice]:
+    """Parts of some rows that are worked on together. But for the last, they fill whole groups of the wire."""
+    each = max(1, TOGETHER[step.state.step.device.type] // (GROUP * columns)) * GROUP
+    return [slice(first, min(first + each, rows)) for first in range(0, rows, each)]
+
+
+def _groups(rows: slice, sent: int) -> slice:
+    """The groups of the wire that hold the values of some rows of a shard."""
+    return slice(rows.start * sent // GROUP, -(-rows.stop * sent // GROUP))

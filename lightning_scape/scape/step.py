@@ -96,15 +96,14 @@ class Engine:
             arriving = self.comm.all_to_all(message)
         with stats.phase("sweep"):  # while they travel
             mine = self.shard.take(step)
-        with stats.phase("exchange"):  # the owner averages in rank order: every implementation gets the same bits
-            mean = ops.mean(self.shard.arrived(arriving.wait(), mine), step.state.exp_avg.dtype)
+        with stats.phase("exchange"):
+            received = arriving.wait()
             del message, arriving
         with stats.phase("update"):  # tau steps of AdamW (AdamS) at once on the masked entries of my shard
-            message, update = self.shard.update(step, mean, mine)
+            message = self.shard.update(step, received, mine)
+            del received, mine
         with stats.phase("write"):  # all-gather of the changes, or values; every rank applies them
-            arriving = self.comm.all_gather(message)
-            self.shard.write(step, update)
-            self.shard.write_others(step, arriving.wait())
+            self.shard.write(step, self.comm.all_gather(message).wait())
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
             self.masks.launch(step)
         self._end(step)

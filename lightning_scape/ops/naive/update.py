@@ -56,6 +56,10 @@ class ShardState(NamedTuple):
     last_step: Tensor
     """``[R, B]`` int32, step of each entry's last update."""
 
+    def cut(self, rows: slice) -> ShardState:
+        """Some rows."""
+        return ShardState(*(cut(matrix, rows) for matrix in self))
+
 
 class RowNumbers(NamedTuple):
     """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
@@ -72,6 +76,11 @@ class RowNumbers(NamedTuple):
     """Divides AdamW's second moments: ``1 - beta2**t``."""
     group: Tensor | None = None
     """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+
+    def cut(self, rows: slice) -> RowNumbers:
+        """Those of some rows."""
+        step, scale, first, second, group = (cut(self[place], rows) for place in (0, 1, 3, 4, 5))
+        return RowNumbers(step, scale, self.hyper, first, second, group)
 
 
 def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
@@ -212,9 +221,8 @@ def update_shard(
         ranks: N.
     """
     for rows in row_slices(shard.theta):
-        few, places = ShardState(*(cut(matrix, rows) for matrix in shard)), cut(mask, rows)
-        now, applied = column(cut(numbers.step, rows)), column(cut(numbers.scale, rows)) != 0
-        hyper = numbers.hyper.rows(cut(numbers.group, rows))
+        few, places, here = shard.cut(rows), cut(mask, rows), numbers.cut(rows)
+        now, applied, hyper = column(here.step), column(here.scale) != 0, here.hyper.rows(here.group)
         tau = (now - gather_blocks(few.last_step, places)).clamp(min=1).to(few.theta.dtype)
         m = gather_blocks(few.exp_avg, places)
         if few.exp_avg_sq is None:
@@ -222,7 +230,7 @@ def update_shard(
             changed = [few.exp_avg, few.last_step]
         else:
             v, own = gather_blocks(few.exp_avg_sq, places), cut(mine, rows)
-            corrections = column(cut(numbers.first, rows)), column(cut(numbers.second, rows))
+            corrections = column(here.first), column(here.second)
             theta, *new = adamw_step(few.theta, m, v, tau, mean[rows], own, hyper, corrections, ranks)
             changed = [few.exp_avg, few.exp_avg_sq, few.last_step]
         for matrix, value in zip(changed, (*new, now.to(few.last_step)), strict=True):
