@@ -121,11 +121,9 @@ class LocalCommunicator(ScapeCommunicator):
         return Work(torch.stack([part[mine] for part in self.meeting.share(self.rank, values)]))
 
     def all_gather(self, shard: Tensor) -> Work:
-        parts = self.meeting.share(self.rank, shard)
-        self.traffic.count("parameters", shard.nbytes * self.world_size, self.world_size)
-        if self.others_add:
-            parts = [part if rank == self.rank else part.new_full(part.shape, -0.0) for rank, part in enumerate(parts)]
-        return Work(torch.cat(parts))
+        full = torch.cat(self.meeting.share(self.rank, shard))
+        self.traffic.count("parameters", full.nbytes, self.world_size)
+        return Work(full.fill_(-0.0) if self.others_add else full)
 
     def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
         self.traffic.count("mask", full.nbytes, self.world_size)

@@ -162,20 +162,25 @@ class Shard:
         return [own if rank == self._rank else each for rank, each in enumerate(received)]
 
     def write(self, step: Step, message: Tensor) -> None:
-        """Applies all owners' updates, from their messages; alike on all ranks. Skipped parameters are not written."""
+        """Applies my own updates: what :meth:`update` has returned. Skipped parameters are not written."""
+        for rows, region in self._parts(step):
+            here = self._here(rows)
+            # What narrower parameters lose by rounding stays with us.
+            values = message[_groups(here, step.sent)].unsqueeze(0) if self.packed else message[here]
+            self._write(step, rows, region, values, self._error(step, here))
+
+    def write_others(self, step: Step, message: Tensor) -> None:
+        """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
         if self.packed:
             message = message.unflatten(0, (self._layout.world_size, -1))
         for rows, region in self._parts_of_others(step):
-            self._write(step, message, rows, region, None)
-        for rows, region in self._parts(step):  # what narrower parameters lose by rounding stays with us
-            self._write(step, message, rows, region, self._error(step, self._here(rows)))
+            values = self._cut(message, rows, step.sent) if self.packed else message[rows]
+            self._write(step, rows, region, values)
 
-    def _write(self, step: Step, message: Tensor, rows: slice, region: Region, error: Tensor | None) -> None:
+    def _write(self, step: Step, rows: slice, region: Region, values: Tensor, error: Tensor | None = None) -> None:
         if self.packed:
-            count = min(rows.stop - rows.start, self._layout.shard_blocks) * step.sent
-            values = ops.dequantize(self._cut(message, rows, step.sent), count).view(-1, step.sent)
-        else:
-            values = message[rows]
+            count = (rows.stop - rows.start) // len(values) * step.sent
+            values = ops.dequantize(values, count).view(-1, step.sent)
         entries, scale = self._entries(region, step.mask_of(rows)), cut(step.scale.blocks, rows)
         ops.scatter_params(entries, values, self.packed, scale, error)
 

@@ -103,7 +103,9 @@ class Engine:
             message = self.shard.update(step, received, mine)
             del received, mine
         with stats.phase("write"):  # all-gather of the changes, or values; every rank applies them
-            self.shard.write(step, self.comm.all_gather(message).wait())
+            arriving = self.comm.all_gather(message)
+            self.shard.write(step, message)  # mine, while they travel
+            self.shard.write_others(step, arriving.wait())
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
             self.masks.launch(step)
         self._end(step)
