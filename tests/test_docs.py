@@ -140,7 +140,7 @@ def test_the_readme_is_short_and_has_its_two_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 700
     lines = text.splitlines()
-    for mark, end in (("first", "examples/pretrain_python.py"), ("test", "pytest -n 4 --dist loadfile")):
+    for mark, end in (("first", "examples/pretrain_python.py"), ("test", "pytest -n 3 --dist loadfile")):
         place = lines.index(f"<!-- {mark}-command -->")
         assert lines[place + 1] == "```bash"
         assert lines[place + 2].endswith(end)
