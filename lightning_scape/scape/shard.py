@@ -243,8 +243,11 @@ class Shard:
 
 
 def _slices(step: Step, rows: int, columns: int) -> list[slice]:
-    """Parts of some rows that are worked on together. But for the last, they fill whole groups of the wire."""
-    each = max(1, TOGETHER[step.state.step.device.type] // (GROUP * columns)) * GROUP
+    """Parts of some rows that are worked on together. But for the last, they fill whole groups of the wire.
+
+    Their length is a power of two: each step of a warm-up has another q, and the layout keeps the regions it makes.
+    """
+    each = 1 << max(GROUP, TOGETHER[step.state.step.device.type] // columns).bit_length() - 1
     return [slice(first, min(first + each, rows)) for first in range(0, rows, each)]
 
 
