@@ -34,7 +34,7 @@ def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str
     if len({each[:2] for each in told}) == len({*places}):
         return
     everyone = ranks.all_gather_object(dict(setup))
-    for here in places:
+    for here in dict.fromkeys(places):
         alike = {rank: facts for rank, facts in enumerate(everyone) if places[rank] == here}
         if (found := difference(alike)) is not None:
             raise ValueError(

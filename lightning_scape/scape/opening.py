@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.local_shards import has_gradient
+from lightning_scape.core.local_shards import has_gradient, told_by_all
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import difference
@@ -193,9 +193,7 @@ class Opening:
 
     def apart(self, facts: Facts) -> RuntimeError:
         """What is wrong, from every rank's facts. Collective: all know that some differ."""
-        of_nodes = self.node.all_gather_object(self.communicator.all_gather_object(facts))
-        # In the order of the ranks: nodes, and the ranks of each.
-        everyone = dict(enumerate(each for node in zip(*of_nodes, strict=True) for each in node))
+        everyone = dict(enumerate(told_by_all(self.communicator, self.node, facts)))
         for rank, each in everyone.items():
             if each[_PROBLEM] is not None:
                 return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {each[_PROBLEM]}")

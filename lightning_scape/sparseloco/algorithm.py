@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
-from lightning_scape.core.local_shards import local
+from lightning_scape.core.local_shards import local, told_by_all
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import check_replicas
@@ -214,8 +214,7 @@ class Algorithm:
         everyone = [Opening(*rank) for rank in received.reshape(-1, len(message)).tolist()]
         opening.check_steps(everyone)
         if len({rank.facts for rank in everyone}) > 1:
-            by_rank_of_node = node.all_gather_object(comm.all_gather_object(facts))
-            raise opening.different([rank for ranks in zip(*by_rank_of_node, strict=True) for rank in ranks])
+            raise opening.different(told_by_all(comm, node, facts))
         return everyone
 
     def _delta(self, entries: slice, theta: Tensor) -> Tensor:
