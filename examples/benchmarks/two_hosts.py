@@ -398,14 +398,16 @@ def plot_runs(cells: list[Cell], path: Path) -> None:
     """Validation loss over the seconds and over the bytes, by link; the line is what counts as far enough."""
     from matplotlib import pyplot as plt
 
-    newest = {key: row for key, (row, cell) in newest_of(cells).items() if "compute" in cell}
-    links = sorted({link for _, link in newest}, key=bits_per_second)[::-1]
+    newest = {key: row for key, (row, _) in newest_of(cells).items()}
+    links = sorted({link for method, link in newest if method == "compute"}, key=bits_per_second)[::-1]
     shown = {"nrows": len(links), "ncols": 2, "figsize": (12, 4.5 * len(links))}
     figure, axes = plt.subplots(**shown, layout="constrained", squeeze=False)
+    colors = plt.get_cmap("tab20").colors
+    color = dict(zip(sorted({method for method, _ in newest}, key=in_order), colors, strict=False))
     for link, (over_time, over_bytes) in zip(links, axes, strict=True):
         for method in sorted((method for method, at in newest if at == link and method != "compute"), key=in_order):
             row = newest[method, link]
-            style: dict[str, Any] = {"color": "black", "linestyle": "--"} if method == "ddp" else {}
+            style = {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": color[method]}
             style |= {"label": label(method), "linewidth": 3 if method.startswith("scape") else 1.5}
             _, seconds, sent, losses = zip(*row["curve"], strict=True)
             over_time.plot(seconds, losses, **style)
