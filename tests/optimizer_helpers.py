@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import Step
 
@@ -120,4 +119,5 @@ class Ledger:
         engine = self.optimizer.engine
         assert engine.state is not None
         assert self.sent is not None
-        return piece_views(self.sent + engine.state.residual.double(), engine.layout.everything().pieces)
+        flat, layout = (self.sent + engine.state.residual.double()).view(-1), engine.layout
+        return [flat[piece.of_blocks(layout.block_size)] for piece in layout.everything().pieces]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives, pairs
+from lightning_scape.comm import collectives
 from lightning_scape.scape.communicator import ScapeCommunicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 1, "all_gather_into": 2}
@@ -37,7 +37,7 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
 
         return counted_call
 
-    for home, names in ((dist, CALLS), (pairs, ("all_to_all_into", "all_gather_into"))):
+    for home, names in ((dist, CALLS), (collectives, ("all_to_all_into", "all_gather_into"))):
         for name in names:
             if hasattr(home, name):
                 setattr(home, name, counting(name, getattr(home, name)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scape import ScapeConfig
-from lightning_scape.core.quota import MAX_BYTE_BLOCK, Quota, quota_for
+from lightning_scape.core.layout import MAX_BYTE_BLOCK, Quota, quota_for
 
 
 @pytest.mark.parametrize(

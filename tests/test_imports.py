@@ -97,7 +97,7 @@ def test_imports_form_no_circle() -> None:
     ("module", "source"),
     [
         ("core.layout", "def f():\n    from lightning_scape.scape import mask"),
-        ("core.quota", "from lightning_scape import ScapeStrategy"),
+        ("core.layout", "from lightning_scape import ScapeStrategy"),
         ("hosts.common", "from lightning_scape.scape.config import ScapeConfig"),
         ("scape.optimizer", "import lightning.pytorch as pl"),
         ("ops.naive", "import triton.language as tl"),

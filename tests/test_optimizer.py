@@ -21,8 +21,7 @@ from optimizer_helpers import (
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import pairs
-from lightning_scape.core.tensors import piece_views
+from lightning_scape.comm import collectives
 from lightning_scape.scape.opening import DIGITS
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
@@ -125,9 +124,8 @@ def train_watching_masks(rank: int, world_size: int) -> dict[str, Any]:
         expected = torch.cat([made[rows] for made, rows in shards])
         inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
-        for part, old, parameter in zip(
-            piece_views(inside, optimizer.engine.layout.everything().pieces), before, params, strict=True
-        ):
+        parts = [inside.view(-1)[piece.of_blocks(quota.block_size)] for piece in layout.everything().pieces]
+        for part, old, parameter in zip(parts, before, params, strict=True):
             assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
     assert optimizer.stats is not None
     return {"seen": len(seen)}
@@ -143,7 +141,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     sizes: list[tuple[str, int]] = []
 
     def spy(name: str) -> None:
-        home = pairs if name.endswith("_into") else dist
+        home = collectives if name.endswith("_into") else dist
         real = getattr(home, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:

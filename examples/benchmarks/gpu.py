@@ -35,8 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.core.layout import Layout
-from lightning_scape.core.quota import Quota
+from lightning_scape.core.layout import Layout, Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.stats import StepStats
 
@@ -179,7 +178,7 @@ class Alone(ScapeCommunicator):
         mine = make()
         full.copy_(self.others)
         full[: mine.shape[0]] = mine
-        return Work(full, stream=self.side_stream.on(full.device) if full.is_cuda else None)
+        return Work(full, stream=self.side_stream(full.device))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.world_size

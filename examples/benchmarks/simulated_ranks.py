@@ -8,7 +8,6 @@ ranks the results equal those of two real processes bit for bit (sums of two num
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape import SparseLoCo
-from lightning_scape.comm.collectives import SideStream, Work
+from lightning_scape.comm.collectives import Work
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import scape_bytes
@@ -86,25 +85,18 @@ class Meeting:
         self._turns[(rank + 1) % self._world_size].release()
 
 
-class ComputeStream(SideStream):
-    """In place of a stream beside it: what ranks hand each other is then ready when the next one reads it."""
-
-    def on(self, device: torch.device) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(device)
-
-    def behind_all(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
 class LocalCommunicator(ScapeCommunicator):
     """The package's communicator over a :class:`Meeting`; counts the bytes as the real one does."""
 
     def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
         super().__init__()
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
-        self.side_stream = ComputeStream()
         self.others_add = False
         """Whether changes come back, which their owners alone must add: all have the parameters in the same memory."""
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """No other: what ranks hand each other is then ready when the next one reads it."""
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         parts = self.meeting.share(self.rank, tensor.clone())

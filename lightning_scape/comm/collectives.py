@@ -1,4 +1,4 @@
-"""Every message of this package: its group, its stream and its bytes.
+"""Every message of this package: its group, its thread and its bytes.
 
 Each method decides which of them an exchange sends. With one rank nothing is sent at all.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_scape.comm import pairs
 from lightning_scape.core.private_names import broadcast_coalesced, group_timeout
-from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
+Wait = Callable[[], object]
+"""Returns when a message has arrived."""
 _BROADCAST_BYTES = 1 << 26
 """Of a message, where tensors are broadcast."""
 _CARRIED_BYTES = 1 << 18
@@ -39,7 +40,6 @@ _NOBODY_SENDS = 0x5CA9E
 """A tag that no message has."""
 _LEAVE_SECONDS = 10.0
 """For gloo's threads, at the end of a process."""
-_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -66,6 +66,11 @@ def check_joined() -> None:
         )
 
 
+def by_gloo(group: ProcessGroup | None) -> bool:
+    """Whether gloo carries what lies in host memory, also where ``init_process_group()`` was given no backend."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
 @dataclass
 class _Beside:
     """What a process group has beside it as long as it lives, for all fits, strategies and optimizers."""
@@ -78,6 +83,7 @@ class _Beside:
 
 
 _all_beside: weakref.WeakKeyDictionary[ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
 
 def _beside(process_group: ProcessGroup | None) -> _Beside:
@@ -127,17 +133,106 @@ def new_node_groups(size: int) -> tuple[ProcessGroup, ProcessGroup]:
 
     Example: 6 ranks in nodes of ``size`` 3 give rank 4 the groups of ranks 3, 4, 5 and of ranks 1, 4.
     """
-    nodes = [[*range(first, first + size)] for first in range(0, world_size(), size)]
-    found: list[ProcessGroup] = []
-    for ranks in [*nodes, *map(list, zip(*nodes, strict=True))]:
-        group: ProcessGroup = dist.new_group(ranks, timeout=group_timeout(dist.group.WORLD))
-        if dist.get_rank() in ranks:
-            found.append(group)
-    inside, across = found
+    timeout, places = group_timeout(dist.group.WORLD), [[*range(place, world_size(), size)] for place in range(size)]
+    inside, _ = dist.new_subgroups(size, timeout=timeout)
+    across, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
     return inside, across
 
 
-# ------------------------------------------------------------------------------------- streams and threads
+def on_thread(group: ProcessGroup, act: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``act``, which sends messages on the group, beside what follows; returns how to wait for its end.
+
+    All ranks must send a group's messages in the same order. So a group has one thread, whichever optimizers share it.
+    """
+    if group not in _threads:
+        _threads[group] = ThreadPoolExecutor(1, "scape-mask")
+    return _threads[group].submit(torch.no_grad()(act)).result
+
+
+def _end_groups() -> None:
+    """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
+
+    That is what ``destroy_process_group`` does, if neither the script has called it nor Lightning, which does so for
+    NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For some seconds at most: the wait for an
+    interrupted message would last until its timeout.
+    """
+    if is_distributed():
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(_LEAVE_SECONDS)
+
+
+atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
+    """Overwrites the tensors with those of the group's first rank, in few messages, as DDP does. In place."""
+    if world_size(process_group) > 1 and (sent := [each.detach() for each in tensors]):
+        broadcast_coalesced(process_group or dist.group.WORLD, sent, _BROADCAST_BYTES)
+
+
+def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Wait:
+    """Every all-to-all of this package: part j of ``tensor`` goes to rank j; ``output`` has what arrives."""
+    if output.device.type == "cpu" and by_gloo(group):
+        ranks = dist.get_world_size(group)
+        return _exchange(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group)
+    sent: Wait = dist.all_to_all_single(output, tensor, group=group, async_op=True).wait
+    return sent
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Wait:
+    """Every all-gather of a step: each rank's ``tensor``, in rank order, in ``output``."""
+    if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
+        output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
+    if output.device.type == "cpu" and by_gloo(group):
+        ranks = dist.get_world_size(group)
+        places = list(output.chunk(ranks))
+        wait = _exchange(places, [tensor] * ranks, group)
+        places[dist.get_rank(group)].copy_(tensor)
+        return wait
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gathered: Wait = call(output, tensor, group=group, async_op=True).wait
+    return gathered
+
+
+def _exchange(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> Wait:
+    """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own stays here.
+
+    It does what gloo's own all-to-all and all-gather do, at up to twice the speed. Those announce a receive behind
+    what they send on the same connection, so two ranks send by turns. Here every receive is announced first.
+    """
+    rank = dist.get_rank(group)
+    others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
+    works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
+    works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
+    return lambda: [work.wait() for work in works if work is not None]
+
+
+_waiting: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def let_senders_finish(group: ProcessGroup | None) -> None:
+    """Makes gloo's receiving threads, those of all process groups so far, wait for their turn. They are found by name.
+
+    While a sender holds the lock of a connection, the thread that receives there asks again and again for it. Where
+    both run on one core, Linux lets a thread that wakes up go first, so the sender loses its core to a thread that
+    waits for it. Under ``SCHED_BATCH`` a thread that wakes up waits for its turn (docs/design.md, 3.5).
+
+    Threads with another policy than the default keep it. If the system forbids the change, all works as before.
+    """
+    group = group or dist.group.WORLD
+    if group is None or group in _waiting:
+        return
+    _waiting.add(group)
+    for task in Path("/proc/self/task").glob("*"):  # none but on Linux
+        with contextlib.suppress(OSError):  # it has ended
+            thread = int(task.name)
+            receives = (task / "comm").read_text().strip() == "gloo_tcp_loop"
+            if receives and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 @dataclass
@@ -146,7 +241,7 @@ class Work:
 
     result: Tensor
     """Its contents are undefined before :meth:`wait`."""
-    arrived: Callable[[], object] | None = None
+    arrived: Wait | None = None
     """Waits for the message; None: there is nothing that the CPU waits for."""
     sent: Any = None
     stream: torch.cuda.Stream | None = None
@@ -164,69 +259,6 @@ class Work:
             self.result.record_stream(current)
         self.sent = self.stream = None
         return self.result
-
-
-class SideStream:
-    """On CUDA a stream of one optimizer's own, beside the one on which it computes. Elsewhere there is none."""
-
-    def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None
-        """None before the first use."""
-
-    def on(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream, on a CUDA device."""
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)
-        return self.stream
-
-    @contextlib.contextmanager
-    def behind_all(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, queues the work inside on the stream, behind all work queued so far. Elsewhere nothing changes.
-
-        Masks are made there from the residual, which the next step overwrites: wait for the :class:`Work` before that.
-        """
-        if device.type != "cuda":
-            yield
-            return
-        stream = self.on(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
-
-
-def on_thread(group: dist.ProcessGroup, act: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``act``, which sends messages on the group, beside what follows; returns how to wait for its end.
-
-    All ranks must send a group's messages in the same order. So a group has one thread, whichever optimizers share it.
-    """
-    if group not in _threads:
-        _threads[group] = ThreadPoolExecutor(1, "scape-mask")
-    return _threads[group].submit(torch.no_grad()(act)).result
-
-
-def _end_groups() -> None:
-    """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
-
-    That is what ``destroy_process_group`` does, if neither the script has called it nor Lightning, which does so for
-    NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For some seconds at most: the wait for an
-    interrupted message would last until its timeout.
-    """
-    if dist.is_available() and dist.is_initialized():
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(_LEAVE_SECONDS)
-
-
-atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
-
-
-# ------------------------------------------------------------------------------------------------ messages
-
-
-def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
-    """Overwrites the tensors with those of the group's first rank, in few messages, as DDP does. In place."""
-    if world_size(process_group) > 1 and (sent := [each.detach() for each in tensors]):
-        broadcast_coalesced(process_group or dist.group.WORLD, sent, _BROADCAST_BYTES)
 
 
 def all_reduce_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
@@ -270,24 +302,17 @@ class Communicator:
 
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
-        number: the optimizer's, among those over the same ranks.
     """
 
-    def __init__(self, process_group: ProcessGroup | None = None, number: int = 0) -> None:
-        self.process_group, self.number = process_group, number
-        self._shared = _Beside()
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+        self.process_group, self._beside = process_group, _Beside()
+        self.number = 0
+        """The optimizer's, among those over the same ranks."""
         self.rank: int = dist.get_rank(process_group) if is_distributed() else 0
         self.world_size: int = world_size(process_group)
-        if self.rank < 0:
-            raise ValueError(
-                "`process_group` must contain the calling rank, got a group that does not. Build the optimizer only"
-                " on the ranks of its group."
-            )
         self.traffic = Traffic()
-        self.side_stream = SideStream()
-        """For messages that travel beside the step."""
-        if is_distributed() and pairs.by_gloo(process_group):
-            pairs.let_senders_finish(process_group)
+        if is_distributed() and by_gloo(process_group):
+            let_senders_finish(process_group)
 
     @classmethod
     def of_optimizer(cls, process_group: ProcessGroup | None) -> Self:
@@ -298,12 +323,9 @@ class Communicator:
         """
         if world_size(process_group) == 1:
             return cls(process_group)
-        beside = _beside(process_group)
-        number = next(beside.numbers)
-        if not pairs.by_gloo(process_group):
-            return cls(process_group, number)
-        made = cls(group_beside(process_group, "steps"), number)
-        made._shared = beside
+        made = cls(group_beside(process_group, "steps") if by_gloo(process_group) else process_group)
+        made._beside = _beside(process_group)
+        made.number = next(made._beside.numbers)
         return made
 
     @classmethod
@@ -318,7 +340,7 @@ class Communicator:
         if self.world_size == 1:
             return tensor
         sent = tensor
-        if (missing := self._shared.length - tensor.numel()) > 0:
+        if (missing := self._beside.length - tensor.numel()) > 0:
             sent = torch.cat([tensor.view(-1), tensor.new_zeros(missing)])
         with self.traffic.timed():
             dist.all_reduce(sent, group=self.process_group)
@@ -326,8 +348,8 @@ class Communicator:
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
 
     def make_room(self, numbers: int) -> None:
-        """Notes how many numbers this optimizer sums up at a time: all over the same ranks send as many, on gloo."""
-        self._shared.length = max(self._shared.length, numbers)
+        """Notes how many numbers this optimizer sums up at a time: all over the same ranks send as many."""
+        self._beside.length = max(self._beside.length, numbers)
 
     def all_to_all(self, values: Tensor) -> Work:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.
@@ -339,7 +361,7 @@ class Communicator:
             return Work(values.view(shape))
         received = torch.empty_like(values)
         with self.traffic.timed():
-            wait = pairs.all_to_all_into(received, values, self.process_group)
+            wait = all_to_all_into(received, values, self.process_group)
         self.traffic.count("values", values.nbytes, self.world_size)
         return Work(received.view(shape), self.traffic.timed()(wait), values)
 
@@ -349,7 +371,7 @@ class Communicator:
             return Work(shard)
         full = shard.new_empty((self.world_size * len(shard), *shard.shape[1:]))
         with self.traffic.timed():
-            wait = pairs.all_gather_into(full, shard, self.process_group)
+            wait = all_gather_into(full, shard, self.process_group)
         self.traffic.count(kind, full.nbytes, self.world_size)
         return Work(full, self.traffic.timed()(wait), shard)
 
@@ -370,12 +392,10 @@ class Communicator:
             for part in _in_parts(sent):
                 dist.send(part.to(device), group=self.process_group, group_dst=to)
             return
+        for place, own in zip(into[to], sent, strict=True):
+            place.copy_(own.detach())
         for rank, tensors in enumerate(into):
-            mine = _in_parts(sent)
-            for part in _in_parts(tensors):
-                if rank == to:
-                    part.copy_(next(mine))
-                    continue
+            for part in _in_parts(tensors) if rank != to else ():
                 received = part.to(device)
                 dist.recv(received, group=self.process_group, group_src=rank)
                 part.copy_(received)
@@ -389,25 +409,23 @@ class Communicator:
 
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Calls ``act``, which sends nothing, and returns its result. If it fails on any rank, all raise that error."""
-        result: list[T] = []
         error: Exception | None = None
         try:
-            result.append(act())
+            result = act()
         except Exception as raised:
             error = raised
         for rank, failure in enumerate(self.all_gather_object(_portable(error))):
-            if failure is not None and rank == self.rank:
-                assert error is not None
+            if rank == self.rank and error is not None:
                 raise error
             if failure is not None:
                 raise failure from RuntimeError(f"raised on rank {rank}")
-        return result[0]
+        return result
 
 
 def _in_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if tensor.numel():
-            yield from bytes_of(tensor).split(_CARRIED_BYTES)
+            yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(_CARRIED_BYTES)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -1,4 +1,4 @@
-"""Parameters <-> blocks <-> shards. Integers only: no tensor is touched here.
+"""Parameters <-> blocks <-> shards, and how much of a block travels. Integers only: no tensor is touched here.
 
 Every parameter is cut into blocks of ``B`` consecutive entries (in memory order), its last block filled up with pads.
 The blocks of all parameters, in order, form one row of blocks; some empty ones at the end make their count a multiple
@@ -17,6 +17,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_BYTE_BLOCK = 256
+"""Longest block whose positions fit one byte on the wire."""
+MAX_BLOCK = 65536
+"""Longest block whose positions fit two bytes on the wire."""
+
+
+class Quota(NamedTuple):
+    """``sent`` of every ``block_size`` consecutive entries travel each step."""
+
+    block_size: int
+    sent: int
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that is sent, ``q / B``."""
+        return self.sent / self.block_size
 
 
 @dataclass(frozen=True)
@@ -75,27 +94,17 @@ class Region:
     """Blocks that are worked on together, as rows of the tensors at hand."""
 
     rows: tuple[slice, ...]
-    """In order; rows that no piece fills hold pads only."""
+    """In order; the last ones may hold pads only, which no piece fills."""
     pieces: tuple[Piece, ...]
     """What fills the rows, in order."""
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
-        """All rows, each once: the pieces in order, and the rows between and behind them."""
-        return tuple(self._spans())
-
-    def _spans(self) -> Iterator[Span]:
-        places = list(enumerate(self.pieces))[::-1]  # the next one last
-        for rows in self.rows:
-            row = rows.start
-            while places and places[-1][1].row < rows.stop:
-                place, piece = places.pop()
-                if row < piece.row:
-                    yield Span(row, piece.row - row, 0, None)
-                yield Span(piece.row, piece.blocks, piece.numel, place)
-                row = piece.row + piece.blocks
-            if row < rows.stop:
-                yield Span(row, rows.stop - row, 0, None)
+        """All rows, each once: the pieces in order, and the rows behind them."""
+        end = self.pieces[-1].row + self.pieces[-1].blocks if self.pieces else 0
+        filled = [Span(piece.row, piece.blocks, piece.numel, place) for place, piece in enumerate(self.pieces)]
+        pads = [(max(rows.start, end), rows.stop) for rows in self.rows]
+        return (*filled, *(Span(first, stop - first, 0, None) for first, stop in pads if first < stop))
 
 
 @dataclass(frozen=True)
@@ -121,9 +130,6 @@ class Layout:
     """
 
     def __init__(self, numels: Sequence[int], groups: Sequence[int], block_size: int, world_size: int) -> None:
-        assert len(numels) == len(groups)
-        assert block_size > 0
-        assert world_size > 0
         self.block_size = block_size
         self.world_size = world_size
         segments, block = [], 0
@@ -141,14 +147,9 @@ class Layout:
         """All blocks, the fillers at the end included."""
         self._regions: dict[tuple[int, int], Region] = {}
 
-    @property
-    def numel(self) -> int:
-        """P: entries of all parameters, without pads."""
-        return sum(segment.numel for segment in self.segments)
-
     def everything(self) -> Region:
         """All blocks; rows count from block 0."""
-        return Region((slice(0, self.blocks),), tuple(self._cut(0, self.blocks, 0)))
+        return self.region(0, self.blocks)
 
     def rows_of(self, rank: int) -> slice:
         """The blocks of a rank's shard."""
@@ -180,3 +181,33 @@ class Layout:
                 start = (low - segment.first_block) * self.block_size
                 end = min((high - segment.first_block) * self.block_size, segment.numel)
                 yield Piece(segment, low - origin, high - low, start, end - start)
+
+
+@functools.lru_cache(maxsize=64)  # each step asks
+def quota_for(sparsity: float) -> Quota:
+    """Block length and quota for a sparsity.
+
+    The largest B <= 256 for which ``rho * B`` is whole; where there is none, the B <= 256 that comes closest to the
+    density; below a density of 1/256 the block is ``1 / rho`` entries long and sends one.
+
+    >>> quota_for(0.99)
+    Quota(block_size=200, sent=2)
+    >>> quota_for(0.9)
+    Quota(block_size=250, sent=25)
+    >>> quota_for(0.999)
+    Quota(block_size=1000, sent=1)
+    """
+    density = density_of(sparsity)
+    if density * MAX_BYTE_BLOCK < 1:
+        return Quota(min(MAX_BLOCK, round(1 / density)), 1)
+    lengths = range(MAX_BYTE_BLOCK, 0, -1)
+    best = min(
+        (length for length in lengths if round(density * length) >= 1),
+        key=lambda length: (abs(Fraction(round(density * length), length) - density), -length),
+    )
+    return Quota(best, round(density * best))
+
+
+def density_of(sparsity: float) -> Fraction:
+    """``1 - sparsity``, by the decimal the user wrote: 0.99 is not 99/100 in binary."""
+    return 1 - Fraction(repr(float(sparsity)))

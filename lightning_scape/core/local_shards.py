@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -42,27 +41,17 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def node_rows(rows: int, shards: int, shard: int) -> range:
-    """The rows that one of ``shards`` ranks holds of ``rows``: what ``torch.chunk`` gives it, and FSDP2 too.
-
-    >>> [node_rows(5, 3, shard) for shard in range(3)]
-    [range(0, 2), range(2, 4), range(4, 5)]
-    """
-    each = -(-rows // shards)
-    return range(min(rows, shard * each), min(rows, (shard + 1) * each))
-
-
 def first_entry(parameter: Tensor) -> int:
     """The place in the flat whole parameter of the first entry that this rank holds."""
     return first_row(parameter) * (parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() else 0
 
 
 def first_row(tensor: Tensor) -> int:
-    """The first row that this rank holds."""
+    """The first row that this rank holds: FSDP2 gives ranks what ``torch.chunk`` does."""
     if not isinstance(tensor, DTensor):
         return 0
-    mesh = tensor.device_mesh
-    return node_rows(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
 
 
 # ------------------------------------------------------------------------------------------- what a rank has used
@@ -154,12 +143,13 @@ def problem(
         process_group: the ranks with the same rows, as the user gave them.
     """
     mesh = mesh_of(parameters)
+    if group_size not in ((1,) if mesh is None else (1, "node", mesh.size())):
+        return (
+            "`local_group_size` must be left out, or be the number of ranks that parameters are sharded over,"
+            f" {1 if mesh is None else mesh.size()}, got {group_size!r}: an optimizer does not shard a model. Apply"
+            " fully_shard over the ranks of a node first, or use ScapeStrategy, which does."
+        )
     if mesh is None:
-        if group_size != 1:
-            return (
-                f"`local_group_size` must be 1 for plain parameters, got {group_size!r}: an optimizer does not shard a"
-                " model. Apply fully_shard over the ranks of a node first, or use ScapeStrategy, which does."
-            )
         return None
     for name, parameter in zip(names, parameters, strict=True):
         placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -171,15 +161,22 @@ def problem(
                 " the same mesh each time, on the whole model too, or freeze the parameter. A dimension of tensor"
                 " parallelism is not supported, and the nodes' is SCAPE's."
             )
-    if group_size not in (1, "node", mesh.size()):
-        return f"`local_group_size` must be the size of the shard mesh, {mesh.size()}, got {group_size}. Leave it out."
-    ranks, inside = world_size(), set(mesh.mesh.tolist())
-    across = {get_rank()} if process_group is None else set(get_process_group_ranks(process_group))
-    if across & inside != {get_rank()} or len(across) * len(inside) != ranks:
-        given = None if process_group is None else f"ranks {sorted(across)}"
+    if process_group is None and mesh.size() < world_size():
         return (
-            "`process_group` must be the ranks with the same rows, one of each node, for sharded parameters, got"
-            f" {given} beside a node of {sorted(inside)} in {ranks} ranks. Pass"
-            " process_group=mesh['replicate'].get_group()."
+            "`process_group` must be the ranks with the same rows, one of each node, for sharded parameters, got None"
+            f" and nodes of {mesh.size()} in {world_size()} ranks. Pass process_group=mesh['replicate'].get_group()."
         )
     return None
+
+
+def check_sharding(size: object, reshard_after_forward: object) -> None:
+    """Raises ``ValueError`` if the first is no number of ranks, or the second no bool."""
+    if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'
+            " node, 1 to train without sharding."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"`reshard_after_forward` must be True or False, got {reshard_after_forward!r}. Leave it out if unsure."
+        )

@@ -18,13 +18,13 @@ of the step or of the model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_scape.comm import pairs
+from lightning_scape.comm import collectives
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside, on_thread
 
 KINDS = ("norm", "values", "parameters", "mask")
@@ -36,6 +36,7 @@ class ScapeCommunicator(Communicator):
 
     mask_group: ProcessGroup | None = None
     """The masks' own group."""
+    _stream: torch.cuda.Stream | None = None
 
     @classmethod
     @override
@@ -44,6 +45,12 @@ class ScapeCommunicator(Communicator):
         made.mask_group = group_beside(process_group, "masks")
         return made
 
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On CUDA a stream of this optimizer's own, beside the one on which it computes; elsewhere there is none."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
     def gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> Work:
         """Fills ``full [N*R, q]`` with every rank's rows ``[R, q]`` of a mask, in the order of ranks, beside the step.
 
@@ -51,16 +58,16 @@ class ScapeCommunicator(Communicator):
             make: gives this rank's rows. It runs on a thread; on CUDA at once, for there a stream orders the work.
             full: as the mask travels.
         """
+
+        def act() -> None:
+            mine = make()
+            if self.world_size == 1:
+                full.copy_(mine)
+            else:
+                collectives.all_gather_into(full, mine, self.mask_group)()
+
         self.traffic.count("mask", full.nbytes, self.world_size)
-        act = functools.partial(self._gather_mask, make, full)
         if full.is_cuda or self.mask_group is None:
             act()
-            return Work(full, stream=self.side_stream.stream)
+            return Work(full, stream=self.side_stream(full.device))
         return Work(full, on_thread(self.mask_group, act))
-
-    def _gather_mask(self, make: Callable[[], Tensor], full: Tensor) -> None:
-        mine = make()
-        if self.world_size == 1:
-            full.copy_(mine)
-        else:
-            pairs.all_gather_into(full, mine, self.mask_group)()

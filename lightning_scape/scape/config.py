@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_scape.core.quota import MAX_BLOCK, Quota, check_sharding, density_of, quota_for
+from lightning_scape.core.layout import MAX_BLOCK, Quota, density_of, quota_for
+from lightning_scape.core.local_shards import check_sharding
 
 Update = Literal["adamw", "adams"]
 WireDtype = Literal["int4", "fp32"]

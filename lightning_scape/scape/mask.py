@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.core.layout import Layout
-from lightning_scape.core.quota import Quota
+from lightning_scape.core.layout import Layout, Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.state import ScapeState, Step
@@ -147,9 +147,11 @@ class Masks:
 
         columns = ops.mask_bytes(sent, layout.block_size) if bits else sent
         dtype = torch.uint8 if bits else ops.position_dtype(layout.block_size)
-        if residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
-            residual.record_stream(self._comm.side_stream.on(device))
-        with self._comm.side_stream.behind_all(device):
+        stream = self._comm.side_stream(device)
+        if stream is not None:  # the residual may be freed, with this optimizer, before it has been read there
+            stream.wait_stream(torch.cuda.current_stream(device))
+            residual.record_stream(stream)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             full = torch.empty(layout.blocks, columns, dtype=dtype, device=device)
             self.pending = self._comm.gather_mask(mine, full)
 

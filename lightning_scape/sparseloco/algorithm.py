@@ -96,8 +96,6 @@ class Algorithm:
         """Of the last exchange."""
         self._seen: list[tuple[int, int]] = []
         self._chunk = _HOST_CHUNK if parameters.device.type == "cpu" else _DEVICE_CHUNK
-        kept = (piece.kept(self.wire.sent, layout.block_size) for piece in layout.everything().pieces)
-        self._density = sum(kept) / max(1, layout.numel)
 
     @property
     def _state(self) -> LocoState:
@@ -156,7 +154,7 @@ class Algorithm:
             FloatingPointError: too many windows in a row were dropped; on every rank.
         """
         progress, comm = self.progress, self.comm
-        stats = ExchangeStats(density=self._density)
+        stats = ExchangeStats(density=self.wire.sent / self.layout.block_size)
         self.parameters.flatten()
         with stats.phase("norm"):
             everyone = self._meet()

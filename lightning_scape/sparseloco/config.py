@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_scape.core.quota import MAX_BLOCK, Quota, check_sharding, quota_for
+from lightning_scape.core.layout import MAX_BLOCK, Quota, quota_for
+from lightning_scape.core.local_shards import check_sharding
 from lightning_scape.ops.naive.wire import Wire
 
 Average = Literal["all", "geometric", "senders"]

@@ -117,7 +117,7 @@ def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch
     done = torch.cuda.Event()
     done.record()
     done.synchronize()
-    side_stream = optimizer.communicator.side_stream.on(torch.device("cuda"))
+    side_stream = optimizer.communicator.side_stream(torch.device("cuda"))
     assert not side_stream.query()  # compute went by while the mask was still being made
     assert float(forward) == 1000.0
     optimizer.drain()
@@ -152,7 +152,7 @@ def test_the_mask_is_made_on_the_side_stream_from_what_the_step_left() -> None:
         with no_waiting():
             optimizer.step()
     assert optimizer.engine.masks.pending is not None
-    assert optimizer.engine.masks.pending.stream == optimizer.communicator.side_stream.on(torch.device("cuda"))
+    assert optimizer.engine.masks.pending.stream == optimizer.communicator.side_stream(torch.device("cuda"))
     optimizer.drain()
     assert optimizer.engine.masks.active is not None
     assert optimizer.engine.state is not None

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.core.layout import Region
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.dispatch import operation
 from lightning_scape.ops.naive.masks import chunk, column, cut, gather_blocks, row_slices, scatter_blocks
 from lightning_scape.ops.naive.wire import quantize_with_error
@@ -178,13 +177,12 @@ def sweep(work: Sweep) -> None:
     """
     residual, scale, values = work.residual, work.scale, work.values
     for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads or (), strict=work.grads is not None)):
-        (here,), factor = piece_views(residual, [piece]), cut(scale, piece.row)
+        entries, factor = piece.of_blocks(residual.shape[1]), cut(scale, piece.row)
         if grad is not None:
-            fold(here, grad, factor)
+            fold(residual.view(-1)[entries], grad, factor)
         if work.second_moment is not None:
             moments, weights, ranks = work.second_moment
-            (moment,) = piece_views(moments, [piece])
-            accumulate_exp_avg_sq(moment, grad, weights[place], ranks, factor)
+            accumulate_exp_avg_sq(moments.view(-1)[entries], grad, weights[place], ranks, factor)
     if values is None:
         return
     for rows in work.region.rows:
