@@ -46,7 +46,7 @@ def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, 
     generator = torch.Generator().manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(1000, generator=generator).to(device))
     optimizer = ScapeOptimizer([parameter], lr=1e-2, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    scaler = common.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0))
+    scaler = common.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0), device)
     assert scaler is not None
     for step in range(6):
         factor = float("inf") if (step, rank) == (3, 1) else 1.0 + rank

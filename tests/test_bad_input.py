@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,12 +52,6 @@ def test_from_optimizer_keeps_settings_by_reference() -> None:
     first, second = scape.param_groups
     assert (first["lr"], first["betas"], first["eps"], first["weight_decay"]) == (0.5, (0.8, 0.9), 1e-5, 0.7)
     assert (second["lr"], second["betas"], second["eps"], second["weight_decay"]) == (0.25, (0.9, 0.999), 1e-8, 0.125)
-
-
-def test_parameters_that_share_memory_are_refused() -> None:
-    whole = nn.Parameter(torch.zeros(40))
-    with pytest.raises(ValueError, match="must not share memory, got parameter 0 and parameter 1, which do"):
-        ScapeOptimizer([whole, nn.Parameter(whole.detach()[8:])], config=ScapeConfig())
 
 
 @pytest.mark.parametrize(
@@ -124,12 +117,6 @@ def test_other_parameters_after_the_optimizer_was_built_are_refused(change: Any,
         change(optimizer, params)
     with pytest.raises(ValueError, match=words):
         optimizer.step()
-
-
-@pytest.mark.parametrize("build", [lambda p: ScapeOptimizer(p, config=ScapeConfig()), lambda p: SparseLoCo(AdamW(p))])
-def test_parameters_on_the_meta_device_are_refused(build: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=r"must have memory, got parameter 0 of shape \(3, 3\) on the meta device"):
-        build(nn.Linear(3, 3, device="meta").parameters())
 
 
 def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,13 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from trainer_helpers import Recorder, Regression, TwoOptimizers, make_trainer
 
-from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, StepStats
-from lightning_scape.core.method import find
+from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 
 SHOWN = {"scape/density", "scape/compression", "scape/grad_norm"}
 
@@ -151,15 +149,3 @@ def test_another_strategy_is_an_error_that_names_it_and_the_remedy(run_ranks: An
 def test_an_interval_that_is_not_a_positive_whole_number_is_an_error(every: Any) -> None:
     with pytest.raises(ValueError, match="`every_n_steps` must be a whole number >= 1, got"):
         ScapeMonitor(every)
-
-
-def test_metrics_are_those_of_the_stats_and_none_before_the_first_step() -> None:
-    parameter = torch.nn.Parameter(torch.ones(10))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
-    method = find(optimizer)
-    assert method is not None
-    assert method.figures() == {}
-    parameter.grad = torch.ones(10)
-    optimizer.step()
-    assert isinstance(optimizer.stats, StepStats)
-    assert repr(method.figures()) == repr(optimizer.stats.as_dict(""))  # repr: NaN equals NaN

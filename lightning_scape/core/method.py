@@ -39,7 +39,7 @@ class Method(ABC):
     config_class: ClassVar[type[Any]]
     """Its options: a frozen dataclass, all with defaults, checked when it is made. The first is its main one."""
     shown: ClassVar[tuple[str, ...]] = ("compression",)
-    """Which of its :meth:`figures` a progress bar shows."""
+    """Which of its :attr:`stats` a progress bar shows."""
     exchanges_every_step: ClassVar[bool] = False
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
@@ -93,10 +93,6 @@ class Method(ABC):
         At the end of a fit, and before an optimizer is replaced in mid-training.
         """
 
-    def drain(self) -> None:
-        """Waits for messages that are on their way, and begins none, so that process groups may be torn down."""
-        return
-
     @abstractmethod
     def give_back(self) -> None:
         """After a fit: the user's optimizer is torch's again. Sends nothing; the state may still be saved."""
@@ -139,14 +135,6 @@ class Method(ABC):
     @abstractmethod
     def stats(self) -> Stats | None:
         """Figures of the last exchange; None before the first."""
-
-    def figures(self) -> dict[str, float]:
-        """Those figures by name; empty before the first exchange. May wait for the device.
-
-        A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
-        ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
-        """
-        return {} if self.stats is None else self.stats.as_dict("")
 
     @abstractmethod
     def summary(self) -> str:

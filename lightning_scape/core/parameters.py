@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scape.core.local_shards import first_entry, is_sharded, local
-from lightning_scape.core.tensors import flatten, flatten_like, is_dense
+from lightning_scape.core.local_shards import first_entry, local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and that the wire can carry."""
@@ -22,53 +20,48 @@ HYPERPARAMETERS = ("lr", "eps", "weight_decay")
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 
 
-@dataclass
 class Parameters:
     """The trainable parameters of all groups, each once, in order. Lists run in parallel.
 
-    ``indices`` are their positions among *all* parameters, frozen ones included, as in a torch state dict.
+    Args:
+        param_groups: those that require grad now are taken; tied ones (the same object twice) count once.
+        named_parameters: of the module. A tied one has its first name, one that is not among them its optimizer's.
     """
 
-    tensors: list[Tensor]
-    """As the user gave them, in their whole shape: plain ones, or DTensors of which a rank holds rows."""
-    groups: list[int]
-    indices: list[int]
-    names: list[str]
-    flat: list[Tensor] = field(default_factory=list)
-    """Flat views of their memory, from :meth:`flatten`."""
-
-    def __post_init__(self) -> None:
-        self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._plain = False
-        self._trained: list[tuple[int, int]] = []
-        # As last seen: a step asks for hundreds of parameters.
-        self._places: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
-
-    @classmethod
-    def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
-        """Takes those that require grad now; tied ones (the same object twice) count once."""
-        found = cls([], [], [], [])
-        seen: set[int] = set()
-        index = 0
+    def __init__(
+        self, param_groups: Sequence[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Tensor]] = ()
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        """As the user gave them, in their whole shape: plain ones, or DTensors of which a rank holds rows."""
+        self.groups: list[int] = []
+        self.indices: list[int] = []
+        """Their positions among *all* parameters, frozen ones included, as in a torch state dict."""
+        self.names: list[str] = []
+        names: dict[int, str] = {}
+        for name, parameter in named_parameters:
+            names.setdefault(id(parameter), name)
+        index, seen = 0, set[int]()
         for number, group in enumerate(param_groups):
             given = group.get("param_names") or []
             for place, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    found.tensors.append(parameter)
-                    found.groups.append(number)
-                    found.indices.append(index)
-                    found.names.append(given[place] if place < len(given) else f"parameter {index}")
+                    self.tensors.append(parameter)
+                    self.groups.append(number)
+                    self.indices.append(index)
+                    own = given[place] if place < len(given) else f"parameter {index}"
+                    self.names.append(names.get(id(parameter), own))
                 index += 1
-        found._shapes = [_shape(parameter) for parameter in found.local]
-        found._trained = _trained(param_groups)
-        found._plain = not any(map(is_sharded, found.tensors))
-        return found
+        self.flat: list[Tensor] = []
+        """Flat views of their memory, from :meth:`flatten`."""
+        self._shapes, self._trained = [_shape(parameter) for parameter in self.local], _trained(param_groups)
+        # As last seen: a step asks for hundreds of parameters.
+        self._places: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
 
     @property
     def local(self) -> list[Tensor]:
         """What this rank holds of each, and trains: rows of a DTensor, all of a plain parameter."""
-        return self.tensors if self._plain else [local(parameter) for parameter in self.tensors]
+        return [local(parameter) for parameter in self.tensors]
 
     def first_entry(self, place: int) -> int:
         """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
@@ -76,8 +69,7 @@ class Parameters:
 
     def raw_gradients(self) -> list[Tensor | None]:
         """This rank's gradients as the backward pass left them; None where there is none."""
-        grads = [parameter.grad for parameter in self.tensors]
-        return grads if self._plain else [None if grad is None else local(grad) for grad in grads]
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in self.tensors]
 
     def flatten(self) -> None:
         """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
@@ -100,7 +92,8 @@ class Parameters:
                 f"Parameters must keep their shape and memory order, got {name!r} of shape {found[0]} with strides"
                 f" {found[1]} instead of {before[0]} with {before[1]}. Change it before building the optimizer."
             )
-        self.flat, self._places = [flatten(parameter) for parameter in here], places
+        self.flat = [parameter.detach().as_strided((parameter.numel(),), (1,)) for parameter in here]
+        self._places = places
 
     def flat_gradients(self) -> list[Tensor | None]:
         """This rank's gradients flat, in the memory order of their parameters.
@@ -127,13 +120,6 @@ class Parameters:
                 " `trainer.strategy.setup_optimizers(trainer)`): the residual of a parameter would be lost, or never"
                 " come to be."
             )
-
-    def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
-        names: dict[int, str] = {}
-        for name, parameter in named_parameters:
-            names.setdefault(id(parameter), name)
-        self.names[:] = [names.get(id(p), name) for p, name in zip(self.tensors, self.names, strict=True)]
 
     @property
     def device(self) -> torch.device:
@@ -173,16 +159,45 @@ class Parameters:
                 " building the optimizer."
             )
         for name, parameter in zip(self.names, self.local, strict=True):
-            if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
-                return found
-        here = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in zip(self.names, self.local, strict=True))
-        for (_, end, first), (begin, _, second) in zip(here, here[1:], strict=False):
-            if begin < end:
+            shape = tuple(parameter.shape)
+            if parameter.dtype not in DTYPES:
+                supported = ", ".join(map(str, DTYPES))
                 return (
-                    f"Parameters must not share memory, got {first} and {second}, which do: each would undo a part of"
-                    " the other's step. Register one parameter in both places, which ties them."
+                    f"Parameters must be one of {supported}, got {name} of shape {shape} in {parameter.dtype}, which"
+                    " the wire cannot carry. Convert it (a complex one: to its real view), or freeze it before building"
+                    " the optimizer."
+                )
+            if parameter.device != self.device:
+                return (
+                    f"Parameters must be on one device, got {name} on {parameter.device} and others on {self.device}."
+                    " SCAPE shards the optimizer, not the model: put the whole model on each rank's device."
+                )
+            # torch keeps the strides of what is dense
+            if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+                return (
+                    f"Parameters must fill their memory without overlap or gap, got {name} of shape {shape} with"
+                    f" strides {parameter.stride()}. Make it contiguous before building the optimizer."
                 )
         return None
+
+
+def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The entries of a gradient (or of a saved tensor) in the memory order of its parameter; a view if strides agree.
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"Gradients must be dense, got {gradient.layout} for a parameter of shape {tuple(parameter.shape)}. Build"
+            " the embedding with `sparse=False`: SCAPE picks the entries to send itself."
+        )
+    if gradient.stride() != parameter.stride():
+        ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device)
+        gradient = ordered.copy_(gradient)
+    elif gradient.is_contiguous() and not gradient.requires_grad:  # as nearly always, and in fewer calls
+        return gradient if gradient.dim() == 1 else gradient.view(-1)
+    return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
 def _trained(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
@@ -193,32 +208,6 @@ def _trained(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]
 
 def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(parameter.shape), parameter.stride()
-
-
-def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
-    shape = tuple(parameter.shape)
-    if parameter.is_meta:
-        return (
-            f"Parameters must have memory, got {name} of shape {shape} on the meta device. Call `to_empty(device=...)`"
-            " on the model, and give its parameters values, before building the optimizer: it makes them anew."
-        )
-    if parameter.dtype not in DTYPES:
-        supported = ", ".join(map(str, DTYPES))
-        return (
-            f"Parameters must be one of {supported}, got {name} of shape {shape} in {parameter.dtype}, which the wire"
-            " cannot carry. Convert it (a complex one: to its real view), or freeze it before building the optimizer."
-        )
-    if parameter.device != device:
-        return (
-            f"Parameters must be on one device, got {name} on {parameter.device} and others on {device}. SCAPE shards"
-            " the optimizer, not the model: put the whole model on each rank's device."
-        )
-    if not is_dense(parameter):
-        return (
-            f"Parameters must fill their memory without overlap or gap, got {name} of shape {shape} with strides"
-            f" {parameter.stride()}. Make it contiguous before building the optimizer."
-        )
-    return None
 
 
 def problem_of_groups(param_groups: Sequence[Mapping[str, Any]]) -> str | None:

@@ -6,24 +6,40 @@ There is a second such file, hosts/private_names.py, for Lightning's: only the h
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
-"""Layers of users' own derive from it, not only torch's three."""
+P = ParamSpec("P")
+T = TypeVar("T")
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: names that DDP shall not send. Torch has no public way to ask for them."""
 UNSCALES_ITSELF = "_step_supports_amp_scaling"
 """Attribute of an optimizer: whether a GradScaler leaves unscaling to its step."""
-_DEPTH = 10
+STEPPED = "_opt_called"
+"""Attribute of an optimizer: whether it has stepped. An LR scheduler that steps before its optimizer warns."""
+TRACKED = "_wrapped_by_lr_sched"
+"""Attribute of a ``step`` that notes its calls: a scheduler wraps any other (``patch_track_step_called``)."""
+_DEPTH = 12
 """Frames between an optimizer's step and the scaler that calls it, at most: wrappers of torch's and ours."""
 IN_WRAPPER = "_optimizer"
 """Attribute of both of Lightning's wrappers: the optimizer inside. They imitate its class, so nothing else tells."""
+
+
+def entry(function: Callable[P, T]) -> Callable[P, T]:
+    """Runs what a user's loop calls without gradients, outside inference mode, and never compiled.
+
+    Nobody could change tensors of inference mode later; torch.compile would fail in messages and in numba. The public
+    ``torch.compiler.disable`` imports the compiler at once.
+    """
+    run: Callable[P, T] = _disable_dynamo(torch.inference_mode(False)(torch.no_grad()(function)))
+    return run
 
 
 def group_timeout(group: Any) -> timedelta | None:
@@ -54,22 +70,6 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Notes that it has stepped: an LR scheduler warns where it steps before its optimizer."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def mark_tracked(step: Any) -> None:
-    """Says that ``step`` notes its calls; else a scheduler wraps it (``patch_track_step_called``)."""
-    step._wrapped_by_lr_sched = True
-
-
-def scaler_device(scaler: GradScaler) -> str:
-    """The type of the device that a GradScaler is for."""
-    device: str = scaler._device
-    return device
-
-
 def refuse_plain_scaler() -> None:
     """Raises ``RuntimeError`` in a step that a plain GradScaler takes: each rank's decides for itself whether to.
 
@@ -79,14 +79,11 @@ def refuse_plain_scaler() -> None:
     for _ in range(_DEPTH):
         # Up to Python 3.12 what is read of a frame lives until it ends: a loop that trains would hold old tensors.
         asks = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None
-        if isinstance(asks, GradScaler):
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            if not isinstance(asks, ShardedGradScaler) and asks.is_enabled():
-                raise RuntimeError(
-                    "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
-                    " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
-                )
+        if isinstance(asks, GradScaler) and not isinstance(asks, ShardedGradScaler) and asks.is_enabled():
+            raise RuntimeError(
+                "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
+                " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
+            )
         if frame.f_back is None:
             return
         frame = frame.f_back

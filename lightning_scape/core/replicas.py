@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
@@ -25,17 +24,12 @@ def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str
     Raises:
         ValueError: naming the rank, what differs first, and both values.
     """
-    digest = blake2b(repr(dict(setup)).encode(), digest_size=8).digest()
-    told = ranks.all_gather_object((place, digest, problem))
-    for rank, (*_, other_problem) in enumerate(told):
+    told = ranks.all_gather_object((place, problem, dict(setup)))
+    for rank, (_, other_problem, _) in enumerate(told):
         if other_problem is not None:
-            raise ValueError(problem if len({each[2] for each in told}) == 1 else f"On rank {rank}: {other_problem}")
-    places = [each[0] for each in told]
-    if len({each[:2] for each in told}) == len({*places}):
-        return
-    everyone = ranks.all_gather_object(dict(setup))
-    for here in dict.fromkeys(places):
-        alike = {rank: facts for rank, facts in enumerate(everyone) if places[rank] == here}
+            raise ValueError(problem if len({each[1] for each in told}) == 1 else f"On rank {rank}: {other_problem}")
+    for here in {each[0] for each in told}:
+        alike = {rank: facts for rank, (there, _, facts) in enumerate(told) if there == here}
         if (found := difference(alike)) is not None:
             raise ValueError(
                 f"All ranks must be set up alike, got a difference: {found}. Build the same model, in the same order,"

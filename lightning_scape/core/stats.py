@@ -9,8 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch.cuda import nvtx
 from torch.profiler import record_function
 
 from lightning_scape.core.private_names import profiler_records
@@ -50,15 +48,12 @@ class Stats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase: a range of torch's profiler, while one records, and, where CUDA is in use, one for Nsight.
+        """Around a phase: a range of torch's profiler, while one records.
 
         Without a profiler torch's range costs several microseconds, and hands Python's lock to another thread.
         """
         began, label = time.perf_counter(), f"{self.METHOD}::{name}"
-        with (
-            record_function(label) if profiler_records() else nullcontext(),
-            nvtx.range(label) if torch.cuda.is_initialized() else nullcontext(),
-        ):
+        with record_function(label) if profiler_records() else nullcontext():
             yield
         self.seconds[name] += time.perf_counter() - began
 
@@ -73,7 +68,11 @@ class Stats:
         return self.bytes_dense / self.bytes_total if self.bytes_total else float("nan")
 
     def as_dict(self, prefix: str | None = None) -> dict[str, float]:
-        """Flat metric names for a logger: ``scape/density``, ``scape/seconds/sweep``, ...; None: the method's name."""
+        """Flat metric names for a logger: ``scape/density``, ``scape/seconds/sweep``, ... May wait for the device.
+
+        Args:
+            prefix: in place of the method's name.
+        """
         names = ("step", "bytes_dense", "bytes_total", "compression", "density", "message_seconds", "skipped_total")
         flat = {name: float(getattr(self, name)) for name in (*names, *self.LOGGED)}
         flat |= {f"bytes_{kind}": float(self.bytes_sent[kind]) for kind in self.KINDS}

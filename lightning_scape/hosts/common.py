@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_scape.__about__ import __version__
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, group_beside, world_size
 from lightning_scape.core.method import Method, find, method_of, unwrapped
-from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
+from lightning_scape.core.private_names import IGNORED_BY_DDP
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoints import Checkpoints, StateDictType
@@ -178,7 +178,7 @@ def attached(optimizer: object) -> Method:
     return found
 
 
-def sharded_scaler(scaler: GradScaler) -> GradScaler:
+def sharded_scaler(scaler: GradScaler, device: str) -> GradScaler:
     """A scaler by which all ranks skip a step if one of them met an inf; a plain one decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
@@ -186,7 +186,7 @@ def sharded_scaler(scaler: GradScaler) -> GradScaler:
     """
     if not scaler.is_enabled() or world_size() == 1:
         return scaler
-    sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=None)
+    sharded = ShardedGradScaler(device=device, process_group=None)
     sharded.load_state_dict(scaler.state_dict())
     return sharded
 

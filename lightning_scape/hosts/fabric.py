@@ -111,7 +111,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._number = itertools.count()  # of the next optimizer: all ranks count alike
         atexit.register(self._checkpoints.saver.finish, raising=False)  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
-            self.precision.scaler = sharded_scaler(self.precision.scaler)
+            self.precision.scaler = sharded_scaler(self.precision.scaler, self.root_device.type)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

@@ -70,7 +70,7 @@ class ScapeMonitor(Callback):
         methods = find_all(trainer.optimizers)
         for place, method in enumerate(methods):
             prefix = method.name if len(methods) == 1 else f"{method.name}-{place}"
-            stats = method.figures()
+            stats = {} if method.stats is None else method.stats.as_dict("")
             steps, sent, dense = self._run(place, method)
             stats |= {"bytes_run": float(sent), "bytes_run_dense": float(dense)}
             stats["seconds_run"] = time.perf_counter() - self._began

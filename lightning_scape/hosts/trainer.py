@@ -161,7 +161,7 @@ class MethodStrategy(DDPStrategy):
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            own, shared = plugin.scaler, sharded_scaler(plugin.scaler)
+            own, shared = plugin.scaler, sharded_scaler(plugin.scaler, self.root_device.type)
             replace(self._replaced, plugin, "scaler", shared)
             self._replaced.callback(lambda: own.load_state_dict(shared.state_dict()))
         if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
@@ -229,8 +229,6 @@ class MethodStrategy(DDPStrategy):
             parts.callback(self._checkpoints.saver.finish, raising=not self._interrupted)
             for each in self._methods:  # the user's optimizers are torch's again; they may still be saved
                 parts.callback(each.give_back)
-                if not self._interrupted:
-                    parts.callback(each.drain)
             self._fitting, self._methods, self._signals = False, [], None
 
     def _tear_down_nodes(self) -> None:

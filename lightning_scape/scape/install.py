@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_scape.checkpoint.shards import collect, not_collected
-from lightning_scape.core.entries import entry
-from lightning_scape.core.private_names import UNSCALES_ITSELF, mark_tracked, note_step, refuse_plain_scaler
+from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, entry, refuse_plain_scaler
 from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.scape import saved
 from lightning_scape.scape.state import ScapeState
@@ -62,14 +61,14 @@ def install(optimizer: Optimizer, engine: Engine) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:  # stays after `uninstall`: schedulers may have been built on it
         optimizer = this()
         assert optimizer is not None
-        note_step(optimizer)
+        setattr(optimizer, STEPPED, True)
         now = installed(optimizer)
         if now is not None and now.retired:
             uninstall(optimizer)
             now = None
         return (own_step if now is None else _step)(optimizer, *args, **kwargs)
 
-    mark_tracked(step)
+    setattr(step, TRACKED, True)
     optimizer.step = step  # type: ignore[method-assign]
     optimizer.state.clear()
     optimizer.state.update(_note())

@@ -23,7 +23,6 @@ from lightning_scape.core.local_shards import has_gradient, told_by_all
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import difference
-from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.clipping import Sketch, squared_norm
 from lightning_scape.scape.state import Groups
 
@@ -308,8 +307,8 @@ class Skips:
     def __init__(self, most: int, opening: Opening) -> None:
         self.in_row = self.total = 0
         self._most, self._opening = most, opening
-        self._pending: tuple[OnItsWay, Answer] | None = None
-        """On CUDA the last step's scale, and whether ranks were together, on their way to host memory."""
+        self._pending: tuple[Tensor, torch.cuda.Event, Answer] | None = None
+        """On CUDA the last step's scale, and whether ranks were together, in host memory once the event has come."""
 
     def note(self, scale: Tensor, answer: Answer) -> None:
         """Notes the scale of a step, from the answer to its first message.
@@ -318,7 +317,10 @@ class Skips:
             FloatingPointError: too many steps in a row were skipped (on every rank in the same step).
         """
         if scale.device.type == "cuda":
-            self._pending = OnItsWay(torch.stack([scale, answer.together.to(scale.dtype)])), answer
+            told = torch.stack([scale, answer.together.to(scale.dtype)]).to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(scale.device))
+            self._pending = told, arrived, answer
         else:
             self._count(bool(scale))
 
@@ -331,8 +333,9 @@ class Skips:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            found, answer = pending
-            scale, together = found.read().unbind()
+            told, arrived, answer = pending
+            arrived.synchronize()
+            scale, together = told.unbind()
             if not together:
                 raise self._opening.apart(answer.facts)
             self._count(bool(scale))

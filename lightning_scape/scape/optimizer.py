@@ -16,9 +16,9 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
 from lightning_scape.core import local_shards
-from lightning_scape.core.entries import entry
 from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes, with_plain_numbers
 from lightning_scape.scape import install, saved
@@ -113,8 +113,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         named_parameters: Iterable[tuple[str, Tensor]],
     ) -> None:
         groups = self.optimizer.param_groups
-        parameters = Parameters.of(groups)
-        parameters.rename(named_parameters)
+        parameters = Parameters(groups, named_parameters)
         given = [parameter for group in groups for parameter in group["params"]]  # frozen ones included
         comm, node = communicator, Communicator.alone()
         if comm is None:
@@ -269,7 +268,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
 
     # ------------------------------------------------------------------------------------------- its end
 
-    @override
     def drain(self) -> None:
         """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
         self.engine.masks.wait()

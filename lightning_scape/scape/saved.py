@@ -33,8 +33,7 @@ from lightning_scape.checkpoint.shards import (
     of_blocks,
     taken,
 )
-from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.tensors import flatten_like
+from lightning_scape.core.parameters import Parameters, flatten_like
 from lightning_scape.scape.config import ScapeConfig, usual_wire
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import SHARD_TENSORS, ScapeState

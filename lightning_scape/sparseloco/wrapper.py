@@ -14,9 +14,9 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State, collect, not_collected
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes, group_beside
 from lightning_scape.core import local_shards
-from lightning_scape.core.entries import entry
 from lightning_scape.core.method import Method
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
@@ -84,8 +84,7 @@ class SparseLoCo(Method):
                 " parameters first: SparseLoCo(torch.optim.AdamW(model.parameters(), lr=3e-4))."
             )
         self.optimizer = optimizer
-        self.parameters = Parameters.of(optimizer.param_groups)
-        self.parameters.rename(named_parameters)
+        self.parameters = Parameters(optimizer.param_groups, named_parameters)
         node = Communicator.alone()
         if communicator is None:
             communicator, node = local_shards.communicators(Communicator, self.parameters.tensors, process_group)
