@@ -98,9 +98,7 @@ class Scape:
         """None sends everything. The first sparse step makes its own mask, from its own gradient."""
         if q == self.block:
             return None
-        if self.mask is None or self.mask.shape[1] != q:
-            return self.new_mask(q)
-        return self.mask
+        return self.new_mask(q) if self.mask is None else self.mask
 
     def new_mask(self, q: int) -> Tensor:
         """In step t rank (j + t) mod N makes the mask of shard j, from its own residual there: so each has its turn."""

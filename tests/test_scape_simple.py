@@ -73,6 +73,7 @@ class Both:
         """Goes on as if so many steps had been taken, in which nothing was computed."""
         self.page.t += steps
         self.page.last += steps
+        self.page.mask = self.page.new_mask(self.page.sent(self.page.t))
         for optimizer in self.package.optimizers:
             optimizer.engine.masks.wait()
             state = optimizer.engine.state

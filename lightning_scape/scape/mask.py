@@ -68,15 +68,11 @@ class Masks:
     def __init__(self, layout: Layout, comm: ScapeCommunicator, schedule: SparsitySchedule) -> None:
         self.schedule = schedule
         self.active: Tensor | None = None
-        """``[blocks, q]``, the mask last used (or loaded, to be used next)."""
-        self.unproven = False
-        """Whether the active mask was made in the step that uses it. If that step is skipped, the mask is dropped."""
+        """``[blocks, q]``, the mask last used, or the next one, once it has come; None after a load."""
         self.pending: Work | None = None
         """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
         self._pending_sent = self._pending_turn = 0
         self._layout, self._comm = layout, comm
-
-    # ------------------------------------------------------------------------------------------- the mask of a step
 
     def sends_all(self, step: int) -> bool:
         """Whether a step sends everything."""
@@ -104,42 +100,41 @@ class Masks:
         return self._layout.world_size > 1 and ops.as_bits(sent, self._layout.block_size)
 
     def missing(self, step: Step) -> bool:
-        """Whether this step must make its own mask (:meth:`make_now`), because there is none of its density.
+        """Whether this step must make its own mask (:meth:`make_now`): the first sparse step must.
 
-        That is so in the first sparse step, and where a mask was lost or dropped.
+        Others have one from the step before. Where a state was loaded in between, the same comes again from its
+        residual: it is not saved.
         """
-        self.unproven = False
         if self.sends_all(step.number):
             self.active = None
-            return False
-        return self.active is None or self.active.shape[1] != step.sent
+        elif self.active is None:
+            self.launch(step.state)
+            step.stats.exchange_wait += self.wait()
+            return self.active is None
+        return False
 
     def make_now(self, step: Step) -> None:
         """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
-        self._launch(step.sent, step.state)
+        self._launch(step.sent, step.number + 1, step.state)
         step.stats.exchange_wait += self.wait()
-        self.unproven = True
 
-    # ------------------------------------------------------------------------------------------- the next mask
+    def launch(self, state: ScapeState) -> None:
+        """Launches the exchange of the coming step's mask, if one is due; on CUDA behind all work queued so far.
 
-    def launch(self, step: Step) -> None:
-        """Launches the exchange of the next mask, if one is due; on CUDA behind all work queued so far.
-
-        None is due if the next step sends everything, or if this one does: then nothing is left in the residual to
-        rank, and the next step makes its mask from its own gradient.
+        None is due if the last step sent everything: then nothing is left in the residual to rank, and the first sparse
+        step makes its mask from its own gradient.
         """
-        following = step.number + 1
-        if self.active is not None and not self.sends_all(following):
-            self._launch(self.schedule.sent(following), step.state)
+        if state.calls and not self.sends_all(state.calls - 1):
+            self._launch(self.schedule.sent(state.calls), state.calls, state)
 
-    def _launch(self, sent: int, state: ScapeState) -> None:
+    def _launch(self, sent: int, turn: int, state: ScapeState) -> None:
         """Ranks the shard whose turn it is with this rank, beside what follows. Nobody changes the residual till then.
 
         The turn goes by the CPU's count of steps, for a GPU learns late which were skipped.
         """
         layout, residual, device, bits = self._layout, state.residual, state.step.device, self._as_bits(sent)
-        self._pending_sent, self._pending_turn = sent, state.calls + 1
-        rows = layout.rows_of((self._comm.rank - self._pending_turn) % layout.world_size)
+        self._pending_sent, self._pending_turn = sent, turn
+        rows = layout.rows_of((self._comm.rank - turn) % layout.world_size)
 
         def mine() -> Tensor:
             chosen = ops.select(residual[rows], sent)
@@ -154,15 +149,3 @@ class Masks:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             full = torch.empty(layout.blocks, columns, dtype=dtype, device=device)
             self.pending = self._comm.gather_mask(mine, full)
-
-    # ------------------------------------------------------------------------------------------- loads and skips
-
-    def restore(self, mask: Tensor | None) -> None:
-        """Uses a saved mask next; with None the next step makes one."""
-        self.active, self.unproven = mask, False
-
-    def drop_unproven(self) -> None:
-        """After a skipped step: drops the mask made in it, and the next one. Their residual had no gradient."""
-        if self.unproven:
-            self.wait()
-            self.restore(None)

@@ -5,13 +5,12 @@ key                 on other ranks  what it is
 =================== =============== ====================================================================================
 ``exp_avg.i``, ...  the same        the shard's tensors of parameter ``i``, of which ranks own an N-th each
 ``residual.r.i``    the mean        what rank ``r`` has not yet sent
-``mask``            the same        of the coming step; made anew where blocks differ
 =================== =============== ====================================================================================
 
 Tensors of a parameter are flat, in its memory order, and whole also where several ranks hold a replica together (FSDP2
-inside a node): then ``r`` counts replicas, and each place in the node has a mask of its own, ``mask.s``. In a file the
-state is also AdamW's: its ``state`` holds ``exp_avg``, ``exp_avg_sq`` and ``step`` of each parameter, which share their
-memory with the tensors.
+inside a node): then ``r`` counts replicas. The mask of the coming step is not saved: from the same residual the same one
+comes. In a file the state is also AdamW's: its ``state`` holds ``exp_avg``, ``exp_avg_sq`` and ``step`` of each parameter,
+which share their memory with the tensors.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ def _residual(engine: Engine, name: str, state: ScapeState) -> dict[str, Chunk]:
     return of_blocks(name, engine.parameters, engine.layout, state.residual, engine.layout.everything().pieces)
 
 
-def _mask_key(engine: Engine) -> str:
-    return "mask" if engine.node.world_size == 1 else f"mask.{engine.node.rank}"
-
-
 # ------------------------------------------------------------------------------------------------ saving
 
 
@@ -78,8 +73,6 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
     shard = _shard(state)
     chunks = {key: chunk for name, tensor in shard.items() for key, chunk in _owned(engine, name, tensor).items()}
     chunks |= _residual(engine, f"residual.{rank}", state)
-    if masks.active is not None and rank == 0:  # all have the same
-        chunks[_mask_key(engine)] = Chunk.whole(masks.active[: layout.used_blocks])
     missed = [0] * len(parameters.indices) if state.missed is None else state.missed.tolist()
     facts = {
         "method": METHOD,
@@ -87,12 +80,11 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
         "ranks": layout.world_size,
         "shards": engine.node.world_size,
         **facts_of(parameters),
-        "tensors": [*shard, *(["mask"] if masks.active is not None else [])],
+        "tensors": list(shard),
         "step": int(state.step),
         "missed": dict(zip(parameters.indices, missed, strict=True)),
         "calls": state.calls,
         "warmup_steps": masks.schedule.warmup_steps,
-        "block_size": layout.block_size,
         "skipped": [engine.skips.in_row, engine.skips.total],
     }
     return State.own(shown, facts, chunks)
@@ -128,16 +120,13 @@ class Loaded:
     schedule: SparsitySchedule
     notes: Sequence[str]
     """Warnings for the user."""
-    mask: Tensor | None = None
     skipped: tuple[int, int] | None = None
     """Skipped steps, those in a row and in all; None leaves the counters."""
 
     def take_up(self, engine: Engine) -> None:
-        """Gives the warnings, then sets masks, schedule and counters. The second part cannot fail."""
+        """Gives the warnings, then sets the counters."""
         for note in self.notes:
             warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
-        engine.masks.restore(self.mask)
-        engine.masks.schedule = self.schedule
         if self.skipped is not None:
             engine.skips.in_row, engine.skips.total = self.skipped
 
@@ -192,10 +181,6 @@ def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
             f"The checkpoint was written by {facts['ranks']} ranks, this run has {ranks}: moments and steps carry over"
             " exactly; each rank starts from the mean of the saved residuals."
         )
-    mask = None
-    if "mask" in facts["tensors"] and frozen_alike:
-        mask, dropped = _read_mask(engine, saved)
-        notes += dropped
     schedule = engine.masks.schedule
     if config.sparsity_warmup_steps is None and facts["config"].get("sparsity"):  # a default one goes on as it began
         schedule = replace(schedule, warmup_steps=0 if config.dense else facts["warmup_steps"])
@@ -206,7 +191,7 @@ def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
     silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
     notes += changed_options({**config.as_dict(), "wire_dtype": config.wire}, then, silent)
     in_row, total = facts["skipped"]
-    return Loaded(saved["param_groups"], config, schedule, notes, mask, (in_row, total))
+    return Loaded(saved["param_groups"], config, schedule, notes, (in_row, total))
 
 
 def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameters, config: ScapeConfig) -> None:
@@ -221,22 +206,6 @@ def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameter
             'With update="adamw" a state must hold second moments, got one of update="adams", which has none. Go on'
             ' with update="adams", or load the model alone.'
         )
-
-
-def _read_mask(engine: Engine, saved: State) -> tuple[Tensor | None, list[str]]:
-    """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
-    layout, facts = engine.layout, saved.facts
-    if facts["shards"] == engine.node.world_size and facts["block_size"] == layout.block_size:
-        mask = saved.whole(_mask_key(engine))
-        if len(mask) == layout.used_blocks:
-            positions = torch.arange(mask.shape[1], dtype=torch.int64, device="cpu").to(mask.dtype)
-            filler = positions.expand(layout.blocks - layout.used_blocks, -1)
-            return torch.cat([mask, filler]).to(engine.parameters.device), []
-    return None, [
-        f"The checkpoint's masks are for blocks of {facts['block_size']} entries over {facts['shards']} ranks of a"
-        f" node, this run's are {layout.block_size} over {engine.node.world_size}: the first step makes its mask anew."
-        " All else carries over."
-    ]
 
 
 def _load_dense(engine: Engine, state: ScapeState, given: Mapping[str, Any]) -> Loaded:

@@ -98,7 +98,7 @@ class Step:
 
     @property
     def number(self) -> int:
-        """The step's number, from 0, skipped steps included."""
+        """The step's number, from 0, skipped steps included; until the mask of the next is due."""
         return self.state.calls
 
     def mask_of(self, rows: slice) -> Tensor | None:

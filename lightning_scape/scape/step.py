@@ -106,8 +106,9 @@ class Engine:
             arriving = self.comm.all_gather(message)
             self.shard.write(step, message)  # mine, while they travel
             self.shard.write_others(step, arriving.wait())
+        step.state.calls += 1
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
-            self.masks.launch(step)
+            self.masks.launch(step.state)
         self._end(step)
 
     def _begin(self) -> StepStats:
@@ -141,7 +142,6 @@ class Engine:
     def _end(self, step: Step) -> None:
         state, stats, answer, every = step.state, step.stats, self.opening.answer, self.config.check_replicas_every
         assert answer is not None
-        state.calls += 1
         stats.step, self.stats = state.calls, stats
         self.opening.forget()
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
@@ -161,8 +161,6 @@ class Engine:
         with stats.phase("wait"):
             stats.exchange_wait += self.masks.wait()
         self.skips.settle()
-        if self.skips.in_row:
-            self.masks.drop_unproven()
 
     def check_replicas(self) -> None:
         """Raises on every rank if any rows differ between replicas."""
@@ -198,9 +196,10 @@ class Engine:
         self._settle_last_step()
         return self.state or self.allocate()
 
-    def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
-        """Goes on from a loaded state, which may have another wire."""
+    def replace_state(self, state: ScapeState, config: ScapeConfig, schedule: SparsitySchedule) -> None:
+        """Goes on from a loaded state, which may have another wire and warm-up."""
         self.state, self.config = state, config
+        self.masks.active, self.masks.schedule = None, schedule
         self.shard = self._new_shard()
         self.skips.forget()
         self.parameters.flatten()
@@ -219,9 +218,7 @@ class Engine:
         )
         if state is None or not same or state.step.device != mine.device:
             return False
-        self.replace_state(state, config)
-        self.masks.schedule = former.masks.schedule
-        self.masks.restore(former.masks.active if former.masks.pending is None else None)
+        self.replace_state(state, config, former.masks.schedule)
         self.skips.in_row, self.skips.total = former.skips.in_row, former.skips.total
         return True
 
