@@ -168,7 +168,7 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(cuda, "select", lambda statistic, sent: _first(statistic, sent)),
-        patch.object(optimizer.engine.skips, "note"),
+        patch.object(optimizer.engine, "_hear_verdict"),
     ):
         for step in range(3):
             for parameter in parameters:

@@ -6,7 +6,7 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_scape.core.layout import MAX_BLOCK, Quota, density_of, quota_for
@@ -44,9 +44,9 @@ class ScapeConfig:
 
     wire_dtype: WireDtype | None = None
     """How values travel to their owner: ``"int4"`` (0.53 bytes: 64 values share a scale), or ``"fp32"``. None takes
-    ``"int4"``, or ``"fp32"`` at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was
-    chosen there. With int4 the rounding error stays in the residual, parameters of any dtype come back as changes in as
-    many bits, and the owner keeps their rounding errors. With fp32 they come back as values in their own dtype."""
+    ``"int4"``, or ``"fp32"`` at sparsity 0, for dense training. With int4 the rounding error stays in the residual,
+    parameters of any dtype come back as changes in as many bits, and the owner keeps their rounding errors. With fp32
+    they come back as values in their own dtype."""
 
     clip_norm: ClipNorm = "sketch"
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
@@ -120,23 +120,18 @@ class ScapeConfig:
         return quota_for(self.sparsity)
 
     def as_dict(self) -> dict[str, Any]:
-        """All options as plain numbers, strings and None (what a checkpoint may hold)."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """All options as plain numbers and strings, with the defaults of the warm-up and the wire filled in."""
+        return {**vars(self), "sparsity_warmup_steps": self.warmup_steps, "wire_dtype": self.wire}
 
     @property
     def wire(self) -> WireDtype:
-        """`wire_dtype`, its default filled in."""
-        return self.wire_dtype or usual_wire(self.sparsity)
+        """`wire_dtype`, its default filled in. Dense training is as with torch's optimizer."""
+        return self.wire_dtype or ("fp32" if self.dense else "int4")
 
     @property
     def packed(self) -> bool:
         """Whether values travel in 4 bits."""
         return self.wire == "int4"
-
-
-def usual_wire(sparsity: float) -> WireDtype:
-    """The wire where none is chosen. Dense training is as with torch's optimizer."""
-    return "int4" if sparsity else "fp32"
 
 
 def _is_number(value: object) -> bool:

@@ -6,6 +6,7 @@ not methods of the object: Lightning's wrapper calls those of the class.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from lightning_scape.checkpoint.shards import collect, not_collected
 from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, entry, refuse_plain_scaler
 from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.scape import saved
-from lightning_scape.scape.state import ScapeState
 from lightning_scape.scape.step import Engine
 
 _HERE = "_lightning_scape"
@@ -41,7 +41,7 @@ class Installed:
     hooks: list[RemovableHandle] = field(default_factory=list)
     retired: bool = False
     """Whether the next step is the optimizer's own; until then the state may be saved, or another fit take it."""
-    loading: tuple[ScapeState, saved.Loaded] | None = None
+    loading: saved.Loaded | None = None
     """What was read, until torch has taken the groups."""
 
 
@@ -156,14 +156,13 @@ def _load(here: Installed, given: Any) -> dict[str, Any]:
     if isinstance(given, dict) and PARTS in given:
         parts = given.pop(PARTS)
         parts.update({name: value for name, value in given.items() if name != "state"})  # as user's hooks left it
-    state = engine.allocate()
-    loaded = engine.everyone.raise_on_all_ranks(lambda: saved.load(engine, state, parts))
-    here.loading = state, loaded
+    here.loading = loaded = engine.everyone.raise_on_all_ranks(lambda: saved.load(engine, parts))
     return {"state": _note(), "param_groups": loaded.param_groups}
 
 
 def _take_up(here: Installed) -> None:
-    assert here.loading is not None
-    (state, loaded), here.loading = here.loading, None
-    loaded.take_up(here.engine)
-    here.engine.replace_state(state, loaded.config)
+    loaded, here.loading = here.loading, None
+    assert loaded is not None
+    for note in loaded.notes:
+        warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+    here.engine.replace_state(loaded.state)

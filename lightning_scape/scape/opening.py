@@ -9,7 +9,6 @@ A digest is three whole numbers ``x``, small enough that fp32 adds up those of `
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -292,73 +291,3 @@ class Opening:
         self.forget()
         self._left_out += unused
         self._used = False
-
-
-class Skips:
-    """Counts the steps that were skipped because a gradient was not finite.
-
-    On CUDA the CPU learns of one with the next step: reading it at once would make the CPU wait.
-
-    Args:
-        most: so many in a row raise an error.
-        opening: says what differs where ranks were apart.
-    """
-
-    def __init__(self, most: int, opening: Opening) -> None:
-        self.in_row = self.total = 0
-        self._most, self._opening = most, opening
-        self._pending: tuple[Tensor, torch.cuda.Event, Answer] | None = None
-        """On CUDA the last step's scale, and whether ranks were together, in host memory once the event has come."""
-
-    def note(self, scale: Tensor, answer: Answer) -> None:
-        """Notes the scale of a step, from the answer to its first message.
-
-        Raises:
-            FloatingPointError: too many steps in a row were skipped (on every rank in the same step).
-        """
-        if scale.device.type == "cuda":
-            told = torch.stack([scale, answer.together.to(scale.dtype)]).to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(scale.device))
-            self._pending = told, arrived, answer
-        else:
-            self._count(bool(scale))
-
-    def settle(self) -> None:
-        """Reads the last step's scale if it is still on the device; that step is long over by now.
-
-        Raises:
-            FloatingPointError: as :meth:`note`.
-            RuntimeError: ranks were apart in it.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            told, arrived, answer = pending
-            arrived.synchronize()
-            scale, together = told.unbind()
-            if not together:
-                raise self._opening.apart(answer.facts)
-            self._count(bool(scale))
-
-    def forget(self) -> None:
-        """Drops what was noted and not read: another state has been loaded."""
-        self._pending = None
-
-    def _count(self, taken: bool) -> None:
-        if taken:
-            self.in_row = 0
-            return
-        self.total += 1
-        self.in_row += 1
-        if self.in_row >= self._most:
-            raise FloatingPointError(
-                f"The gradient norm must be finite, got NaN or inf in {self.in_row} steps in a row"
-                f" (max_skipped={self._most}); parameters and residuals are as before the first of them. Lower"
-                " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
-            )
-        if self._opening.communicator.rank == 0 and self._opening.node.rank == 0:
-            warnings.warn(
-                f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
-                f" ({self.in_row} in a row, {self.total} in total; an error at {self._most} in a row).",
-                stacklevel=4,
-            )

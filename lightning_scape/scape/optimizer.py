@@ -153,8 +153,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         config = _with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw")
         former = install.installed(optimizer)
         brought = state_brought(optimizer, ranks)
-        stands = None if former is None else (former.engine.calls, former.engine.masks.pending is None)
-        alike = len(set(ranks.all_gather_object(stands))) == 1
+        alike = len({*ranks.all_gather_object(None if former is None else former.engine.calls)}) == 1
         if former is not None:
             install.uninstall(optimizer)
         new = cls.__new__(cls)
@@ -288,7 +287,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
 
     @property
     def config(self) -> ScapeConfig:
-        """All options. Where no wire was chosen, it is the loaded checkpoint's."""
+        """All options."""
         return self.engine.config
 
     @property
@@ -378,9 +377,9 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     def load_state_dict(self, state_dict: dict[str, Any] | State) -> None:
         """Takes this rank's part of a whole state, or of a directory's. Call on every rank, with the same state.
 
-        A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
-        and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
-        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so.
+        A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments and last
+        steps exactly, residuals so that their mean over replicas is kept. One of AdamW, Adam or AdamS gives its moments.
+        Each with a warning that says so. This run's options hold, and a warning names those that were others.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this

@@ -15,10 +15,8 @@ which share their memory with the tensors.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +30,7 @@ from lightning_scape.checkpoint.shards import (
     of_blocks,
     taken,
 )
-from lightning_scape.core.parameters import Parameters, flatten_like
-from lightning_scape.scape.config import ScapeConfig, usual_wire
-from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.core.tensors import flatten_like
 from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
 
 if TYPE_CHECKING:
@@ -69,7 +65,7 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
         state: its own, or a fresh one.
         shown: ``param_groups``, and what the user's hooks add to a state dict.
     """
-    parameters, layout, masks, rank = engine.parameters, engine.layout, engine.masks, engine.comm.rank
+    parameters, layout, rank = engine.parameters, engine.layout, engine.comm.rank
     shard = _shard(state)
     chunks = {key: chunk for name, tensor in shard.items() for key, chunk in _owned(engine, name, tensor).items()}
     chunks |= _residual(engine, f"residual.{rank}", state)
@@ -84,8 +80,7 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
         "step": int(state.step),
         "missed": dict(zip(parameters.indices, missed, strict=True)),
         "calls": state.calls,
-        "warmup_steps": masks.schedule.warmup_steps,
-        "skipped": [engine.skips.in_row, engine.skips.total],
+        "skipped": [state.skipped_in_row, state.skipped_total],
     }
     return State.own(shown, facts, chunks)
 
@@ -110,102 +105,65 @@ def whole_state(saved: State) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A saved state that has been read into fresh buffers. Nothing else has been changed yet."""
+class Loaded(NamedTuple):
+    """A saved state that has been read. Nothing has been changed yet."""
 
+    state: ScapeState
     param_groups: Sequence[Mapping[str, Any]]
     """As saved; their options hold from now on."""
-    config: ScapeConfig
-    schedule: SparsitySchedule
     notes: Sequence[str]
     """Warnings for the user."""
-    skipped: tuple[int, int] | None = None
-    """Skipped steps, those in a row and in all; None leaves the counters."""
-
-    def take_up(self, engine: Engine) -> None:
-        """Gives the warnings, then sets the counters."""
-        for note in self.notes:
-            warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
-        if self.skipped is not None:
-            engine.skips.in_row, engine.skips.total = self.skipped
 
 
-def load(engine: Engine, state: ScapeState, given: Any) -> Loaded:
+def load(engine: Engine, given: Any) -> Loaded:
     """Fills fresh buffers with this rank's part of a saved state.
 
     Args:
         engine: is not changed.
-        state: the buffers.
         given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`State`.
-
-    Returns:
-        The rest. Take it up when all ranks have read their parts.
 
     Raises:
         ValueError: the state is not of this model, or is damaged.
         OSError: a file cannot be read.
     """
-    saved = taken(given, METHOD)
+    saved, state = taken(given, METHOD), engine.allocate()
     if not isinstance(saved, State):
         return _load_dense(engine, state, saved)
-    facts, parameters, config, layout = saved.facts, engine.parameters, engine.config, engine.layout
-    check_model(facts, parameters)
-    notes = []
-    frozen_alike = facts["shapes"].keys() == set(parameters.indices)
-    new = {index: facts["step"] for index in parameters.indices if index not in facts["shapes"]}
-    if not frozen_alike:
-        gone = facts["shapes"].keys() - set(parameters.indices)
-        notes.append(
-            f"The checkpoint was trained with other parameters frozen: {len(new)} begin anew, {len(gone)} lose their"
-            " state; all else carries over."
+    facts, indices, rank, ranks = saved.facts, engine.parameters.indices, engine.comm.rank, engine.comm.world_size
+    check_model(facts, engine.parameters)
+    if state.exp_avg_sq is not None and "exp_avg_sq" not in facts["tensors"]:
+        raise ValueError(
+            'With update="adamw" a state must hold second moments, got one of update="adams", which has none. Go on'
+            ' with update="adams", or load the model alone.'
         )
-    if config.wire_dtype is None:
-        config = replace(config, wire_dtype=facts["config"]["wire_dtype"])  # a run goes on with its wire
-    set_steps(engine, state, facts["step"], {**facts["missed"], **new})
-    state.calls = facts["calls"]
-    _make_buffers(facts["tensors"], state, parameters, config)
-    known = {str(index) for index in facts["shapes"]}
-
-    def old(chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
-        return {key: chunk for key, chunk in chunks.items() if key.rpartition(".")[2] in known}
-
-    for name, tensor in _shard(state).items():
-        if name in facts["tensors"]:
-            for key, chunk in old(_owned(engine, name, tensor)).items():
-                saved.read(key, chunk)
-    rank, ranks = engine.comm.rank, layout.world_size
-    saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
+    notes = changed_options(engine.config.as_dict(), facts["config"], _SILENT)
+    if gone := len({*facts["shapes"]} ^ {*indices}):
+        notes.append(
+            f"The checkpoint was trained with other parameters frozen: {gone} begin anew or lose their state; all else"
+            " carries over."
+        )
     if facts["ranks"] != ranks:
         notes.append(
             f"The checkpoint was written by {facts['ranks']} ranks, this run has {ranks}: moments and steps carry over"
             " exactly; each rank starts from the mean of the saved residuals."
         )
-    schedule = engine.masks.schedule
-    if config.sparsity_warmup_steps is None and facts["config"].get("sparsity"):  # a default one goes on as it began
-        schedule = replace(schedule, warmup_steps=0 if config.dense else facts["warmup_steps"])
-    then = {
-        **facts["config"],
-        "wire_dtype": facts["config"].get("wire_dtype") or usual_wire(facts["config"]["sparsity"]),
-    }
-    silent = [*_SILENT, *(["sparsity_warmup_steps"] if config.sparsity_warmup_steps is None else [])]
-    notes += changed_options({**config.as_dict(), "wire_dtype": config.wire}, then, silent)
-    in_row, total = facts["skipped"]
-    return Loaded(saved["param_groups"], config, schedule, notes, (in_row, total))
+    set_steps(engine, state, facts["step"], {**dict.fromkeys(indices, facts["step"]), **facts["missed"]})
+    state.calls, (state.skipped_in_row, state.skipped_total) = facts["calls"], facts["skipped"]
+    # Made late. What another wire has kept goes: it is a rounding error of one change.
+    for name, kept in (("master", engine.shard.keeps_masters), ("change_error", engine.shard.packed)):
+        if kept and name in facts["tensors"]:
+            setattr(state, name, torch.zeros_like(state.exp_avg))
 
+    def old(chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+        known = {str(index) for index in facts["shapes"]}
+        return {key: chunk for key, chunk in chunks.items() if key.rpartition(".")[2] in known}
 
-def _make_buffers(names: Sequence[str], state: ScapeState, parameters: Parameters, config: ScapeConfig) -> None:
-    """Makes the buffers that the saved state needs and that are made late."""
-    if "master" in names and parameters.need_masters:
-        state.master = torch.zeros_like(state.exp_avg)
-    # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
-    if "change_error" in names and (config.packed or parameters.need_masters):
-        state.change_error = torch.zeros_like(state.exp_avg)
-    if state.exp_avg_sq is not None and "exp_avg_sq" not in names:
-        raise ValueError(
-            'With update="adamw" a state must hold second moments, got one of update="adams", which has none. Go on'
-            ' with update="adams", or load the model alone.'
-        )
+    for name in facts["tensors"]:
+        if (tensor := getattr(state, name)) is not None:
+            for key, chunk in old(_owned(engine, name, tensor)).items():
+                saved.read(key, chunk)
+    saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
+    return Loaded(state, saved["param_groups"], notes)
 
 
 def _load_dense(engine: Engine, state: ScapeState, given: Mapping[str, Any]) -> Loaded:
@@ -233,7 +191,7 @@ def _load_dense(engine: Engine, state: ScapeState, given: Mapping[str, Any]) -> 
                 chunk.tensor.copy_(flats[key][chunk.offset : chunk.end])
     moments = "first and second moments" if len(names) > 1 else "first moments"
     note = f"The checkpoint was not written by SCAPE: {moments} and step ({step}) carry over; residuals start at zero."
-    return Loaded(given["param_groups"], engine.config, engine.masks.schedule, [note])
+    return Loaded(state, given["param_groups"], [note])
 
 
 def set_steps(engine: Engine, state: ScapeState, step: int, missed: Mapping[int, int]) -> None:

@@ -12,7 +12,7 @@ from lightning_scape.ops.naive.masks import cut
 from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.rows import Rows
-from lightning_scape.scape.state import ScapeState, Step
+from lightning_scape.scape.state import Step
 
 TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Entries that are worked on together, by kind of device: what is computed of them takes some 20 bytes of each."""
@@ -128,6 +128,8 @@ class Shard:
                 state.change_error = torch.zeros_like(state.exp_avg)
         else:
             message = torch.empty(blocks, sent, dtype=self._parameters.wire_dtype, device=state.step.device)
+            if self.keeps_masters and state.master is None:
+                state.master = torch.zeros_like(state.exp_avg)
         for rows, region in self._parts(step):
             here, mask = self._here(rows), step.mask_of(rows)
             own = self._take(step, rows, region) if mine is None else mine[here]
@@ -221,25 +223,6 @@ class Shard:
             return message
         shard, first = divmod(rows.start, max(1, each))
         return message[shard : shard + 1, _groups(slice(first, first + count), sent)]
-
-    def adopt(self, state: ScapeState) -> None:
-        """Makes of what another wire has kept what this one keeps: a master is what the parameter holds and lacks.
-
-        A new master is 0. One that does not round to its parameter gives way to it when its entry is updated.
-        """
-        foreign = state.change_error if self.keeps_masters else state.master
-        if foreign is None:
-            if self.keeps_masters and state.master is None:
-                state.master = torch.zeros_like(state.exp_avg)
-            return
-        held = torch.zeros_like(foreign)
-        entries = self._entries(self.region, None)
-        ops.gather_params(entries, held)
-        if self.keeps_masters:
-            state.master, state.change_error = held.add_(foreign), None
-        else:
-            ops.gather_params(entries, foreign, renew=True)
-            state.change_error, state.master = foreign.sub_(held), None
 
 
 def _slices(step: Step, rows: int, columns: int) -> list[slice]:

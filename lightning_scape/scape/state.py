@@ -34,8 +34,12 @@ class ScapeState:
     """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
     calls: int = 0
     """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it, and so do the makers of masks."""
+    skipped_in_row: int = 0
+    skipped_total: int = 0
+    """Steps that were skipped because a gradient was not finite: the last ones in a row, and all."""
     master: Tensor | None = None
-    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step."""
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step,
+    all zeros. One that does not round to its parameter gives way to it when its entry is updated."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""

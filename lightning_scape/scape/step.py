@@ -7,9 +7,10 @@ a shard, ``t`` step.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_scape import ops
@@ -18,12 +19,13 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_replicas
+from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.clipping import width
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.opening import Opening, Skips
+from lightning_scape.scape.opening import Answer, Opening
 from lightning_scape.scape.rows import Rows
 from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import Groups, ScapeState, Step
@@ -58,13 +60,14 @@ class Engine:
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
         self.opening = Opening(parameters, comm, node, width(config, comm.world_size))
-        self.skips = Skips(config.max_skipped, self.opening)
         self.rows = Rows(self.layout, len(numels), comm.rank)
         self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
-        self.shard = self._new_shard()
+        self.shard = Shard(self.layout, comm.rank, config, parameters, self.rows)
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
+        self._verdict: tuple[OnItsWay, Answer] | None = None
+        """On CUDA the last step's scale, and whether ranks were together, on their way to host memory."""
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
 
@@ -130,7 +133,6 @@ class Engine:
         self.parameters.flatten()
         if self.state is None:
             self.state = self.allocate()
-            self.shard.adopt(self.state)
         state = self.state
         if not self.opening.compared:  # the first step, or the first after a load
             self.check_replicas()
@@ -147,10 +149,11 @@ class Engine:
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self.check_replicas()
-        try:
-            self.skips.note(step.scale.whole, answer)
-        finally:
-            stats.skipped_total = self.skips.total
+        scale = step.scale.whole
+        self._verdict = OnItsWay(torch.stack([scale, answer.together.to(scale.dtype)])), answer
+        if not scale.is_cuda:  # else the CPU would wait: it learns with the next step
+            self._hear_verdict(state)
+        stats.skipped_total = state.skipped_total
 
     def _settle_last_step(self) -> None:
         """The mask under way arrives; on CUDA the CPU learns whether the last step was skipped.
@@ -160,7 +163,41 @@ class Engine:
         stats = self._next_stats
         with stats.phase("wait"):
             stats.exchange_wait += self.masks.wait()
-        self.skips.settle()
+        if self.state is not None:
+            self._hear_verdict(self.state)
+
+    def _hear_verdict(self, state: ScapeState) -> None:
+        """Counts the last step as taken or skipped.
+
+        Raises:
+            FloatingPointError: too many in a row were skipped; on every rank in the same step.
+            RuntimeError: ranks were apart in it.
+        """
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        told, answer = verdict
+        taken, together = told.read().tolist()
+        if not together:
+            raise self.opening.apart(answer.facts)
+        if taken:
+            state.skipped_in_row = 0
+            return
+        state.skipped_in_row += 1
+        state.skipped_total += 1
+        in_row, most = state.skipped_in_row, self.config.max_skipped
+        if in_row >= most:
+            raise FloatingPointError(
+                f"The gradient norm must be finite, got NaN or inf in {in_row} steps in a row (max_skipped={most});"
+                " parameters and residuals are as before the first of them. Lower the learning rate, clip gradients, or"
+                " look for a bad batch; raise `max_skipped` to wait longer."
+            )
+        if self.comm.rank == self.node.rank == 0:
+            warnings.warn(
+                f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
+                f" ({in_row} in a row, {state.skipped_total} in total; an error at {most} in a row).",
+                stacklevel=4,
+            )
 
     def check_replicas(self) -> None:
         """Raises on every rank if any rows differ between replicas."""
@@ -184,9 +221,6 @@ class Engine:
         self._settle_last_step()
         return self.opening.all_finite(groups, self.calls)
 
-    def _new_shard(self) -> Shard:
-        return Shard(self.layout, self.comm.rank, self.config, self.parameters, self.rows)
-
     def allocate(self) -> ScapeState:
         """Buffers, all zeros."""
         return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
@@ -196,30 +230,24 @@ class Engine:
         self._settle_last_step()
         return self.state or self.allocate()
 
-    def replace_state(self, state: ScapeState, config: ScapeConfig, schedule: SparsitySchedule) -> None:
-        """Goes on from a loaded state, which may have another wire and warm-up."""
-        self.state, self.config = state, config
-        self.masks.active, self.masks.schedule = None, schedule
-        self.shard = self._new_shard()
-        self.skips.forget()
-        self.parameters.flatten()
-        self.shard.adopt(state)
+    def replace_state(self, state: ScapeState) -> None:
+        """Goes on from a loaded state."""
+        self.state, self.masks.active, self._verdict = state, None, None
         self.stats = self.consolidated = None
         self.opening.compared = False
 
     def go_on_from(self, former: Engine) -> bool:
         """Takes over the state of an engine that stood in this one's place; False: it was made for something else."""
-        mine, state, config = self.parameters, former.state, former.config
+        mine, before, state = self.parameters, former.parameters, former.state
         same = (
-            self.config in (config, replace(config, wire_dtype=None))
-            and (mine.groups, mine.indices) == (former.parameters.groups, former.parameters.indices)
-            and all(map(operator.is_, mine.tensors, former.parameters.tensors))
+            self.config == former.config
+            and (mine.groups, mine.indices) == (before.groups, before.indices)
+            and all(map(operator.is_, mine.tensors, before.tensors))
             and (self.comm.world_size, self.comm.rank) == (former.comm.world_size, former.comm.rank)
         )
         if state is None or not same or state.step.device != mine.device:
             return False
-        self.replace_state(state, config, former.masks.schedule)
-        self.skips.in_row, self.skips.total = former.skips.in_row, former.skips.total
+        self.replace_state(state)
         return True
 
     def step_bytes(self, sent: int | None = None) -> dict[str, int]:
