@@ -92,7 +92,7 @@ APART: dict[str, tuple[Any, str]] = {
     "order": (another_order, "the optimizer's number is 0 on rank 0 and 1 on rank 1"),
     "left out": (a_step_left_out, "the number of gradients that no step used is 0 on rank 0 and 1 on rank 1"),
     "lr": (set_on_rank_1(lr=0.05), "lr of group 0 is 0.1 on rank 0 and 0.05 on rank 1"),
-    "betas": (set_on_rank_1(betas=(0.9, 0.99)), "beta2 of group 0 is 0.95 on rank 0 and 0.99 on rank 1"),
+    "betas": (set_on_rank_1(betas=(0.9, 0.99)), "betas of group 0 is (0.9, 0.95) on rank 0 and (0.9, 0.99) on rank 1"),
     "decay": (set_on_rank_1(weight_decay=0.0), "weight_decay of group 0 is 0.1 on rank 0 and 0.0 on rank 1"),
     "clipping": (clipped_on_rank_0, "max_norm is 1.0 on rank 0 and None on rank 1"),
 }

@@ -14,8 +14,8 @@ from lightning_scape.core.local_shards import first_entry, local
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and that the wire can carry."""
 
-HYPERPARAMETERS = ("lr", "eps", "weight_decay")
-"""Numbers of a parameter group that a step uses, besides its betas."""
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+"""Numbers of a parameter group that a step uses."""
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,21 +13,24 @@ from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
 
+Facts = Mapping[str, Any]
+"""What must be the same on all ranks, by its name; values with a plain ``repr``."""
 
-def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str | None = None, place: int = 0) -> None:
+
+def check_same_setup(ranks: Communicator, setup: Facts, problem: str | None = None, place: int = 0) -> None:
     """Raises the same error on every rank if any rank has a problem, or if set-ups differ. Collective.
 
     Args:
         ranks: all that begin together.
-        setup: what must agree, by name; values with a plain ``repr``. A list is compared item by item.
+        setup: what must agree. A list is compared item by item.
         problem: what this rank found wrong with its own parameters or options, or None.
         place: of this rank in its node: only ranks at the same place must agree, for they hold the same rows.
 
     Raises:
         ValueError: naming the rank, what differs first, and both values.
     """
-    told = ranks.all_gather_object((place, problem, dict(setup)))
-    for rank, (_, other_problem, _) in enumerate(told):
+    told = ranks.all_gather_object((place, digest(setup, 8), problem))
+    for rank, (*_, other_problem) in enumerate(told):
         if other_problem is not None:
             raise ValueError(problem if len({each[1] for each in told}) == 1 else f"On rank {rank}: {other_problem}")
     for here in {each[0] for each in told}:
@@ -37,7 +42,44 @@ def check_same_setup(ranks: Communicator, setup: Mapping[str, Any], problem: str
             )
 
 
-def difference(everyone: Mapping[int, Mapping[str, Any]]) -> str | None:
+def digest(facts: Facts, size: int) -> int:
+    """A number of so many bytes."""
+    return int.from_bytes(blake2b(repr(dict(facts)).encode(), digest_size=size).digest(), "little")
+
+
+def settings(param_groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
+    numbers = {
+        f"{name} of group {place}": _number(group[name])
+        for place, group in enumerate(param_groups)
+        for name in names
+        if name in group
+    }
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> Any:
+    """A number, or several; None for what is none."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_number, value))
+    return float(value) if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1) else None
+
+
+def apart(everyone: Sequence[Facts]) -> RuntimeError:
+    """What is wrong where the facts of a step, or of an exchange, differ between ranks."""
+    return RuntimeError(
+        "All ranks must take the same steps, with the same settings, got a difference:"
+        f" {difference(dict(enumerate(everyone)))}. Nothing of this step was applied. A rank has left out a step that"
+        " others take (a GradScaler in place of torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, a look at"
+        " its own gradients or loss, fewer batches, an error that was caught), or steps its optimizers in another order:"
+        " take a step on all ranks or on none, `ScapeOptimizer.all_finite()` asks all of them. Or it clips or has"
+        " settings as others have not: a scheduler that goes by a loss must get the mean over all ranks"
+        " (`self.log(..., sync_dist=True)`), a callback must not run on one rank alone. Restart all ranks from the"
+        " newest checkpoint."
+    )
+
+
+def difference(everyone: Mapping[int, Facts]) -> str | None:
     """Which fact differs first, and which ranks say what; None: none does. A list is compared item by item.
 
     >>> difference({0: {"step": 3, "lr": 0.1}, 1: {"step": 3, "lr": 0.2}, 2: {"step": 3, "lr": 0.1}})
@@ -45,28 +87,22 @@ def difference(everyone: Mapping[int, Mapping[str, Any]]) -> str | None:
     """
     facts = {rank: dict(_items(own)) for rank, own in everyone.items()}
     for name in dict.fromkeys(chain(*facts.values())):
-        said = {rank: repr(own.get(name)) for rank, own in facts.items()}
-        if len({*said.values()}) > 1:
-            return f"{name} is {by_rank(said)}"
+        said: dict[str, list[str]] = {}
+        for rank, own in facts.items():
+            said.setdefault(repr(own.get(name)), []).append(str(rank))
+        if len(said) > 1:
+            texts = (f"{kind} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for kind, ranks in said.items())
+            return f"{name} is {' and '.join(texts)}"
     return None
 
 
-def _items(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _items(facts: Facts) -> Iterator[tuple[str, Any]]:
     for name, value in facts.items():
         if isinstance(value, list):
             yield f"the number of {name}", len(value)
             yield from ((f"{name}[{place}]", item) for place, item in enumerate(value))
         else:
             yield name, value
-
-
-def by_rank(said: Mapping[int, str]) -> str:
-    """What ranks say, each once, with the ranks that say it."""
-    found = []
-    for kind in dict.fromkeys(said.values()):
-        ranks = [str(rank) for rank, own in said.items() if own == kind]
-        found.append(f"{kind} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}")
-    return " and ".join(found)
 
 
 def check_replicas(

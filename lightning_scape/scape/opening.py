@@ -10,8 +10,7 @@ A digest is three whole numbers ``x``, small enough that fp32 adds up those of `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import has_gradient, told_by_all
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
-from lightning_scape.core.replicas import difference
+from lightning_scape.core.replicas import Facts, apart, digest, settings
 from lightning_scape.scape.clipping import Sketch, squared_norm
 from lightning_scape.scape.state import Groups
 
@@ -33,25 +32,10 @@ _PROBLEM = "an error"
 """Name of the fact that this rank must raise one instead of taking the step."""
 
 
-Facts = dict[str, Any]
-"""What must be the same on all ranks, by its name."""
-
-
-def settings(param_groups: Sequence[dict[str, Any]]) -> Facts:
-    """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
-    found: Facts = {}
-    for place, group in enumerate(param_groups):
-        for name, beta in zip(("beta1", "beta2"), group["betas"], strict=False):
-            found[f"{name} of group {place}"] = float(beta)
-        for name in HYPERPARAMETERS:
-            found[f"{name} of group {place}"] = float(group.get(name) or 0.0)
-    return found
-
-
 def digest_of(facts: Facts, ranks: int) -> Tensor:
     """fp32 ``[DIGITS]``, on the CPU."""
     bits = 24 - (ranks - 1).bit_length()
-    number = int.from_bytes(blake2b(repr(facts).encode(), digest_size=3 * DIGITS).digest(), "little")
+    number = digest(facts, 3 * DIGITS)
     digits = [(number >> 24 * place) % (1 << bits) for place in range(DIGITS)]
     return torch.tensor(digits, dtype=torch.float32, device="cpu")
 
@@ -153,7 +137,7 @@ class Opening:
             "the number of gradients that no step used": self._left_out if self.batch is None else 0,
             "whether parameters were compared since they were loaded": self.compared,
             "max_norm": max_norm,
-            **settings(groups),
+            **settings(groups, HYPERPARAMETERS),
         }
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], facts: Facts) -> Answer:
@@ -191,19 +175,11 @@ class Opening:
 
     def apart(self, facts: Facts) -> RuntimeError:
         """What is wrong, from every rank's facts. Collective: all know that some differ."""
-        everyone = dict(enumerate(told_by_all(self.communicator, self.node, facts)))
-        for rank, each in everyone.items():
+        everyone = told_by_all(self.communicator, self.node, facts)
+        for rank, each in enumerate(everyone):
             if each[_PROBLEM] is not None:
                 return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {each[_PROBLEM]}")
-        return RuntimeError(
-            f"All ranks must take the same steps, with the same settings, got a difference: {difference(everyone)}."
-            " Nothing of this step was applied. A rank has left out a step that others take (a plain GradScaler, a"
-            " look at its own gradients, an error that was caught), or steps its optimizers in another order: take a"
-            " step on all ranks or on none, `optimizer.all_finite()` asks all of them. Or it clips or has settings as"
-            " others have not: a scheduler that goes by a loss must get the mean over all ranks (`self.log(...,"
-            " sync_dist=True)`), a callback must not run on one rank alone. Restart all ranks from the newest"
-            " checkpoint."
-        )
+        return apart(everyone)
 
     def scale(self) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.

@@ -17,9 +17,8 @@ from lightning_scape.checkpoint.shards import State
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
 from lightning_scape.core import local_shards
 from lightning_scape.core.method import Method, unwrapped
-from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.private_names import entry
-from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters
+from lightning_scape.core.replicas import check_same_setup, settings
 from lightning_scape.core.words import show_bytes, with_plain_numbers
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
@@ -27,7 +26,6 @@ from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.scape.opening import settings
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
 
@@ -403,5 +401,5 @@ def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str
         "lightning_scape's version": __version__,
         "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
-        **settings(groups),
+        **settings(groups, HYPERPARAMETERS),
     }

@@ -6,6 +6,7 @@ feedback, ``beta`` = ``error_decay``, ``alpha`` = ``outer_lr``, ``N`` ranks, ``H
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +22,15 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import local, told_by_all
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
-from lightning_scape.core.replicas import check_replicas
+from lightning_scape.core.replicas import apart, check_replicas, digest, settings
 from lightning_scape.ops.naive.wire import Wire, add_entries
-from lightning_scape.sparseloco import opening
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.opening import Opening
 from lightning_scape.sparseloco.stats import ExchangeStats
 
 MOST_DROPPED = 10
 """Windows in a row that are dropped raise an error."""
+_ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
+"""Settings that count also where an optimizer's constructor hides them behind ``**kwargs``."""
 _DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 20
 """Entries worked on at a time: no temporary has the size of the parameters."""
 
@@ -150,22 +151,21 @@ class Algorithm:
         window, nothing happens.
 
         Raises:
-            RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed.
+            RuntimeError: ranks are apart; on every rank, before anything is changed.
             FloatingPointError: too many windows in a row were dropped; on every rank.
         """
         progress, comm = self.progress, self.comm
         stats = ExchangeStats(density=self.wire.sent / self.layout.block_size)
         self.parameters.flatten()
         with stats.phase("norm"):
-            everyone = self._meet()
-            norm = math.sqrt(sum(rank.square for rank in everyone) / comm.world_size)
-        if not any(rank.in_window or rank.written for rank in everyone):
+            norm, written = self._meet()
+        if not (progress.in_window or written):
             comm.traffic.take()
             return
         if math.isfinite(norm):
-            if any(rank.written for rank in everyone):
+            if written:
                 self._start_from_what_was_written()
-            if any(rank.in_window for rank in everyone):
+            if progress.in_window:
                 self._outer_step(stats)
         with stats.phase("set_out"):
             for _, entries, theta in self._parts():
@@ -194,26 +194,35 @@ class Algorithm:
             for rows in self._rows():
                 state.start[rows] -= config.outer_lr * self._mean(messages[:, rows], state.start[rows])
 
-    def _meet(self) -> list[Opening]:
-        """Every rank's first message. On CUDA the CPU waits for it.
+    def _meet(self) -> tuple[float, bool]:
+        """The first message: the norm, and whether others than the optimizer have written on any rank.
+
+        On CUDA the CPU waits for it.
 
         Raises:
-            RuntimeError, ValueError: they differ in what must be the same; on every rank.
+            RuntimeError: ranks differ in what must be the same; on every rank.
         """
-        device, comm, node, progress = self.parameters.device, self.comm, self.node, self.progress
+        device, comm, node, facts = self.parameters.device, self.comm, self.node, self.facts()
         square = torch.zeros(1, dtype=torch.float32, device=device)
         for _, entries, theta in self._parts():
             square += self._delta(entries, theta).square_().sum()
-        facts = opening.facts_of(comm.number + 1, self.optimizer, self.parameters.groups)
-        mine = [progress.steps, progress.in_window, bool(progress.written), opening.digest(facts)]
+        mine = [bool(self.progress.written), digest(facts, 6)]  # a double holds 48 bits exactly
         message = torch.cat([square.double(), torch.tensor(mine, dtype=torch.float64).to(device)])
-        # In the order of the ranks: nodes, and the ranks of each.
-        received = node.all_gather_stacked(comm.all_gather_stacked(message, "norm")).transpose(0, 1)
-        everyone = [Opening(*rank) for rank in received.reshape(-1, len(message)).tolist()]
-        opening.check_steps(everyone)
-        if len({rank.facts for rank in everyone}) > 1:
-            raise opening.different(told_by_all(comm, node, facts))
-        return everyone
+        everyone = node.all_gather_stacked(comm.all_gather_stacked(message, "norm")).view(-1, len(message)).cpu()
+        squares, written, digests = everyone.unbind(1)
+        if (digests != digests[0]).any():
+            raise apart(told_by_all(comm, node, facts))
+        return math.sqrt(squares.sum() / comm.world_size), bool(written.any())
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks. What an optimizer computes itself and keeps in its groups is no part."""
+        given = inspect.signature(type(self.optimizer).__init__).parameters
+        names = [name for name in dict.fromkeys([*given, *_ALWAYS]) if name != "params"]
+        return {
+            "the optimizer's number": self.comm.number,
+            "the number of steps since the last exchange": self.progress.in_window,
+            **settings(self.optimizer.param_groups, names),
+        }
 
     def _delta(self, entries: slice, theta: Tensor) -> Tensor:
         """fp32: the starting point minus the parameters."""

@@ -18,7 +18,7 @@ OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 SMALLEST_QUOTA = 4
 """Entries that share a scale, at least, where the block length is chosen."""
 DENSE_BLOCK = 256
-OPENING_BYTES = 40
+OPENING_BYTES = 24
 """Of an exchange's first message, to each of the other ranks."""
 
 
