@@ -8,7 +8,7 @@ from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import StepStats
 from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
 from lightning_scape.strategies import (
     FabricScapeStrategy,

@@ -26,7 +26,7 @@ from lightning_scape.ops import cuda
 from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.ops.cuda import wire as cuda_wire
 from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES
-from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
+from lightning_scape.scape.opening import SKETCH_WIDTHS, random_signs
 
 NAMES = {
     torch.float32: "fp32",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
-from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
+from lightning_scape.scape.opening import SKETCH_WIDTHS, random_signs
 
 FAR = 2**31 + 64
 """Entries from the start of a buffer to a place that 32-bit offsets do not reach."""

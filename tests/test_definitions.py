@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
+from lightning_scape.scape.opening import SKETCH_WIDTHS, random_signs
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
 

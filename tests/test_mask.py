@@ -15,8 +15,7 @@ from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.state import Scale, ScapeState, Step
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import Scale, ScapeState, Step, StepStats
 
 CPU = torch.device("cpu")
 SECONDS = 0.02

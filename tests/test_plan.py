@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo, SparseLoCoConfig
-from lightning_scape.scape import cost as scape
+from lightning_scape.scape.communicator import scape_bytes
 from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.state import state_bytes
 from lightning_scape.tools import plan
 from lightning_scape.tools.cli import main
 
@@ -45,7 +46,7 @@ def _scape(rank: int, world_size: int, sparsity: float) -> list[int]:
     optimizer.drain()
     state = optimizer.engine.state
     kept = sum(each.nbytes for each in vars(state).values() if isinstance(each, torch.Tensor) and each.dim() == 2)
-    assert kept == scape.state_bytes(config, world_size) * state.residual.numel()
+    assert kept == state_bytes(config, world_size) * state.residual.numel()
     return counted
 
 
@@ -53,9 +54,9 @@ def _scape(rank: int, world_size: int, sparsity: float) -> list[int]:
 def test_bytes_of_scape_are_those_that_a_run_counts(run_ranks: Any, sparsity: float) -> None:
     config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=3)
     for counted in run_ranks(_scape, 2, sparsity):
-        assert counted[-1] == sum(scape.scape_bytes(NUMELS, 2, config).values())
-        of_step = functools.partial(scape.scape_bytes, NUMELS, 2, config)
-        assert sum(counted) == scape.run_bytes(SparsitySchedule.of(config), of_step, 6)
+        assert counted[-1] == sum(scape_bytes(NUMELS, 2, config).values())
+        of_step = functools.partial(scape_bytes, NUMELS, 2, config)
+        assert sum(counted) == SparsitySchedule.of(config).run_bytes(of_step, 6)
         assert counted[0] > counted[-1]
 
 

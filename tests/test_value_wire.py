@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.ops.naive.wire import GROUP, Wire, packed_bytes
-from lightning_scape.scape.cost import scape_bytes
+from lightning_scape.scape.communicator import scape_bytes
 from lightning_scape.scape.shard import TOGETHER
 from lightning_scape.scape.state import Step
 

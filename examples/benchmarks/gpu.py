@@ -37,7 +37,7 @@ from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout, Quota
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import StepStats
 
 SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (1800, 2048)}
 """Millions of parameters, and the width of the layers they are cut into."""

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape import SparseLoCo
-from lightning_scape.comm.collectives import Work
-from lightning_scape.scape.communicator import ScapeCommunicator
+from lightning_scape.comm.collectives import SideStream, Work
+from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

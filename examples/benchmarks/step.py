@@ -30,7 +30,7 @@ from litgpt import GPT, Config
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.scape.communicator import KINDS
+from lightning_scape.scape.state import StepStats
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRES = ["int4", "fp32"]
@@ -157,7 +157,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
                 "settings": settings,
                 "parameters": size,
                 "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
-                "bytes": {kind: stats.bytes_sent[kind] for kind in KINDS},
+                "bytes": {kind: stats.bytes_sent[kind] for kind in StepStats.KINDS},
                 "peak_bytes": peak,
             }
         )

@@ -18,17 +18,44 @@ of the step or of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_scape.comm import collectives
+from lightning_scape import ops
+from lightning_scape.comm import pairs
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside, on_thread
+from lightning_scape.core.layout import Layout
+from lightning_scape.ops.naive.wire import packed_bytes
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.opening import DIGITS, width
 
-KINDS = ("norm", "values", "parameters", "mask")
-"""Kinds of messages, by which their bytes are counted."""
+
+def scape_bytes(
+    numels: Sequence[int], ranks: int, config: ScapeConfig, sent: int | None = None, back: int = 4
+) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by kind; exactly what the package counts.
+
+    Args:
+        numels: entries of each parameter tensor.
+        ranks: N.
+        config: sparsity, wire dtype and rule of clipping are used.
+        sent: entries per block, q; None is the number at the end of the warm-up.
+        back: bytes of a value that comes back, where nothing is packed.
+    """
+    block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
+    blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
+    mine = blocks // ranks * sent
+    buffers = {
+        "norm": 2 * 4 * (width(config, ranks) + len(numels) + DIGITS),
+        "values": ranks * (packed_bytes(mine) if config.packed else 4 * mine),
+        "parameters": ranks * (packed_bytes(mine) if config.packed else back * mine),
+        "mask": blocks * ops.mask_bytes(sent, block_size) if sent < block_size else 0,
+    }
+    return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
 class ScapeCommunicator(Communicator):

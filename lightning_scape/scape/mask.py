@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,11 @@ class SparsitySchedule:
         counts = Counter(map(self.sent, begun))
         counts[self.quota.sent] += steps - len(begun)
         return counts
+
+    def run_bytes(self, step_bytes: Callable[[int], dict[str, int]], steps: int) -> int:
+        """Bytes that a rank sends in the first steps; ``step_bytes`` says what one sends that sends q of a block."""
+        whole = sum(count * sum(step_bytes(sent).values()) for sent, count in self.sent_by_step(steps).items())
+        return whole + step_bytes(self.sent(steps))["mask"]  # each sends the mask of the next, the first its own, too
 
 
 class Masks:

@@ -9,6 +9,7 @@ A digest is three whole numbers ``x``, small enough that fp32 adds up those of `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from lightning_scape.core.local_shards import has_gradient, told_by_all
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import Facts, apart, digest, settings
-from lightning_scape.scape.clipping import Sketch, squared_norm
+from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.state import Groups
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -30,6 +31,38 @@ DIGITS = 3
 """Numbers of a digest."""
 _PROBLEM = "an error"
 """Name of the fact that this rank must raise one instead of taking the step."""
+
+SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
+"""Buckets of the norm's sketch (docs/design.md, 3.2): the largest primes below 4096, so that no matrix is as wide as
+all of them."""
+_CHUNK = 1 << 16
+"""Entries with the same width of the sketch; the signs take twice as many floats."""
+
+
+def width(config: ScapeConfig, ranks: int) -> int:
+    """Numbers that a rank measures of its gradient, at most."""
+    return max(SKETCH_WIDTHS) if config.clip_norm == "sketch" and ranks > 1 else 1
+
+
+def random_signs(count: int) -> Tensor:
+    """The same +1 and -1 on every rank, fp32."""
+    generator = torch.Generator("cpu").manual_seed(0x5CA9E)
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int64, device="cpu").mul_(2).sub_(1).float()
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """Those of sketches. A GPU reads them beside every gradient: as bytes, they are a quarter of what it reads there."""
+    signs = random_signs(2 * _CHUNK)
+    return ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
+
+
+def _measure(grads: Sequence[Tensor | None], device: torch.device, sketched: bool) -> Tensor:
+    """fp32, to be summed over ranks: a sketch of all gradients together, or their squared norm ``[1]``."""
+    if sketched:
+        return ops.sketch(grads, _signs(device), SKETCH_WIDTHS)
+    given = [grad for grad in grads if grad is not None and grad.numel()]
+    return ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def digest_of(facts: Facts, ranks: int) -> Tensor:
@@ -71,7 +104,6 @@ class Opening:
     def __init__(self, parameters: Parameters, communicator: Communicator, node: Communicator, width: int) -> None:
         self._parameters, self.communicator, self.node, self._width = parameters, communicator, node, width
         communicator.make_room(width + len(parameters.tensors) + DIGITS)
-        self._sketch = Sketch() if width > 1 else None
         self.batch: int | None = None
         """Batches of the epoch so far, where the Trainer says it."""
         self.compared = False
@@ -115,11 +147,11 @@ class Opening:
         if error is not None and (ranks == 1 or device.type == "cuda"):
             raise error
         if self.answer is None or max_norm is not None:
-            measure = squared_norm if max_norm is None or self._sketch is None else self._sketch
             given = [has_gradient(parameter) for parameter in self._parameters.tensors]
             try:
                 facts = self._facts(groups, calls, max_norm, error)
-                self.answer = self.exchange(measure(grads, device), given, facts)
+                measured = _measure(grads, device, max_norm is not None and self._width > 1)
+                self.answer = self.exchange(measured, given, facts)
             except RuntimeError as told:
                 raise (error or told) from told.__cause__
         if error is not None:

@@ -24,9 +24,8 @@ from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
-from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.mask import SparsitySchedule
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import StepStats
 from lightning_scape.scape.step import Engine
 
 _UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
@@ -147,10 +146,10 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
                 a state on some ranks only, or one that is sharded.
         """
         ranks = Communicator(process_group)
-        ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
+        ranks.raise_on_all_ranks(lambda: install.check_convertible(optimizer))
         config = _with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw")
         former = install.installed(optimizer)
-        brought = state_brought(optimizer, ranks)
+        brought = install.state_brought(optimizer, ranks)
         alike = len({*ranks.all_gather_object(None if former is None else former.engine.calls)}) == 1
         if former is not None:
             install.uninstall(optimizer)

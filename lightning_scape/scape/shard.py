@@ -11,8 +11,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.ops.naive.masks import cut
 from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.rows import Rows
-from lightning_scape.scape.state import Step
+from lightning_scape.scape.state import Groups, Scale, ScapeState, Step
 
 TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Entries that are worked on together, by kind of device: what is computed of them takes some 20 bytes of each."""
@@ -29,16 +28,18 @@ class Shard:
         rank: this rank.
         config: its wire is used.
         parameters: of the optimizer.
-        rows: know the parameter and the group of each block.
     """
 
-    def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, rows: Rows) -> None:
+    def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
         """The shard's rows; and its region, whose rows count from the first of them."""
         self.others = layout.remote(rank)
         """The shards of the other ranks."""
         self._layout, self._rank = layout, rank
-        self._parameters, self._numbers_of = parameters, rows
+        self._parameters = parameters
+        self._groups = sorted({segment.group for segment in layout.segments}) or [0]
+        """Those with parameters."""
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.packed = config.packed and layout.world_size > 1
         """Whether values and changes of parameters travel, in 4 bits; else values of both."""
         self.keeps_masters = not self.packed and parameters.need_masters
@@ -121,7 +122,7 @@ class Shard:
             packed.
         """
         state, sent, blocks = step.state, step.sent, self._layout.shard_blocks
-        numbers = self._numbers_of.numbers(state, step.scale, step.groups)
+        numbers = self._numbers(state, step.scale, step.groups)
         if self.packed:
             message = ops.new_message(1, blocks * sent, state.step.device)[0]
             if state.change_error is None:
@@ -151,7 +152,11 @@ class Shard:
             else:  # with the rounding errors of earlier changes; the new ones stay with us
                 scale = cut(step.scale.mine, here)
                 message[_groups(here, sent)] = ops.quantize_with_error(error, mask, theta, before, scale)
-        self._numbers_of.count(state, step.scale)  # with last_step, or the next tau would not be right
+        # With last_step, or the next tau would not be right: the step, and the parameters that missed it.
+        taken = (step.scale.whole != 0).to(state.step.dtype)
+        state.step += taken
+        if state.missed is not None and step.scale.parameters.dim():
+            state.missed += taken - (step.scale.parameters != 0).to(taken.dtype)
         return message
 
     def _arrived(self, received: Tensor, here: slice, own: Tensor) -> list[Tensor]:
@@ -192,6 +197,57 @@ class Shard:
 
     def _entries(self, region: Region, mask: Tensor | None) -> ops.ParamEntries:
         return ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
+
+    # ------------------------------------------------------------------------------------------- what differs by row
+
+    def scale(self, state: ScapeState, scale: Tensor, present: Tensor | None) -> Scale:
+        """The scale of all that take part in a step; ``present`` is 1 for parameters with a gradient, None: all.
+
+        One without a gradient on any rank is skipped.
+        """
+        if present is None:
+            return Scale(scale, scale, scale, scale)
+        if state.missed is None:
+            state.missed = torch.zeros(len(self._parameters.tensors), dtype=torch.int32, device=state.step.device)
+        parameters = scale * present
+        blocks = parameters[self._of_blocks(scale.device)[0]]
+        return Scale(scale, parameters, blocks, blocks[self.rows])
+
+    def _numbers(self, state: ScapeState, scale: Scale, groups: Groups) -> ops.RowNumbers:
+        """What an update needs to know of my rows. Read from the groups anew at each step: schedulers change them."""
+        device, dtype = state.step.device, state.exp_avg.dtype
+        step = state.step + 1
+        if state.missed is not None:
+            step = step - state.missed[self._of_blocks(device)[0][self.rows]]
+        group = self._of_blocks(device)[1][self.rows] if len(self._groups) > 1 else None
+        # A learning rate that is a tensor on CUDA makes the CPU wait for it; a float does not.
+        table = [
+            [float(number) for number in (each["lr"], *each["betas"], each["eps"], each["weight_decay"])]
+            for each in (groups[place] for place in self._groups)
+        ]
+        numbers = torch.tensor(table, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+        lr, beta1, beta2, eps, decay = numbers.unbind(1)
+        first, second = (beta[0] if group is None else beta.index_select(0, group) for beta in (beta1, beta2))
+        hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
+        if group is None:
+            hyper = ops.Hyper(*(each[0] for each in hyper))
+        corrections = (1 - first**step).to(dtype), (1 - second ** step.clamp(min=1)).to(dtype)
+        return ops.RowNumbers(step, scale.mine, hyper, *corrections, group)
+
+    def _of_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Parameter, int64 ``[blocks]``, and group, int32, of each block; made when asked for, for few steps need it.
+
+        The fillers at the end take those of the last parameter.
+        """
+        if device not in self._tables:
+            layout, segments = self._layout, self._layout.segments
+            groups = [self._groups.index(segment.group) for segment in segments]
+            of_each = torch.tensor([[segment.index for segment in segments], groups], dtype=torch.int64, device="cpu")
+            counts = torch.tensor([segment.blocks for segment in segments], dtype=torch.int64, device="cpu")
+            counts[-1:] += layout.blocks - layout.used_blocks
+            parameter, group = of_each.repeat_interleave(counts, dim=1)
+            self._tables = {device: (ops.to_device(parameter, device), ops.to_device(group.int(), device))}
+        return self._tables[device]
 
     # ------------------------------------------------------------------------------------------- some rows at a time
 

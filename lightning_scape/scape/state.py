@@ -1,4 +1,4 @@
-"""The state of a rank between steps, and the one object that a step's phases hand on."""
+"""The state of a rank between steps, the one object that a step's phases hand on, and its figures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Layout, Region
+from lightning_scape.core.stats import Stats
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.stats import StepStats
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's parameter groups: schedulers change them from step to step."""
@@ -64,6 +64,13 @@ class ScapeState:
         )
 
 
+def state_bytes(config: ScapeConfig, ranks: int) -> float:
+    """Bytes that a rank keeps for each fp32 parameter of the model: the residual, and its part of what owners keep."""
+    mean_square = config.update != "adams"  # AdamW's second moment
+    lacking = config.packed  # the errors of changes that come back packed
+    return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks
+
+
 # ------------------------------------------------------------------------------------------------ one step
 
 
@@ -81,6 +88,43 @@ class Scale(NamedTuple):
     """``[blocks]``, or 0-dim."""
     mine: Tensor
     """``[R]``, of my shard; or 0-dim."""
+
+
+@dataclass
+class StepStats(Stats):
+    """Figures of one step on one rank. On CUDA reading one that is a property may wait for the device.
+
+    The part of my shard in ``seconds["sweep"]`` comes after ``"exchange"`` has begun, while values travel.
+    """
+
+    METHOD = "scape"
+    PHASES = ("wait", "norm", "mask", "sweep", "exchange", "update", "write", "launch")
+    KINDS = ("norm", "values", "parameters", "mask")
+    LOGGED = ("exchange_wait", "grad_norm", "clip_factor", "skipped")
+
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    exchange_wait: float = 0.0
+    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute. With CUDA
+    the GPU waits instead, which a profiler shows and this figure does not."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the averaged gradient before clipping: the sketch's estimate.
+
+        With ``clip_norm="local"`` or without clipping, the root mean square of the ranks' own norms: an over-estimate.
+        """
+        return float("nan") if self.norm is None else float(self.norm)
+
+    @property
+    def clip_factor(self) -> float:
+        """Factor of the gradient; 0 in a skipped step."""
+        return float("nan") if self.scale is None else float(self.scale)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped because the norm was not finite."""
+        return self.clip_factor == 0.0
 
 
 @dataclass

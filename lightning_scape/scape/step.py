@@ -20,16 +20,12 @@ from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.core.tensors import OnItsWay
-from lightning_scape.scape.clipping import width
-from lightning_scape.scape.communicator import ScapeCommunicator
+from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.opening import Answer, Opening
-from lightning_scape.scape.rows import Rows
+from lightning_scape.scape.opening import Answer, Opening, width
 from lightning_scape.scape.shard import Shard
-from lightning_scape.scape.state import Groups, ScapeState, Step
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats
 
 
 class Engine:
@@ -60,9 +56,8 @@ class Engine:
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
         self.opening = Opening(parameters, comm, node, width(config, comm.world_size))
-        self.rows = Rows(self.layout, len(numels), comm.rank)
         self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
-        self.shard = Shard(self.layout, comm.rank, config, parameters, self.rows)
+        self.shard = Shard(self.layout, comm.rank, config, parameters)
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
@@ -139,7 +134,7 @@ class Engine:
             self.opening.compared = True
         sent = self.masks.schedule.sent(state.calls)
         stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
-        return Step(state, groups, grads, stats, self.rows.scale(state, scale, answer.present), sent)
+        return Step(state, groups, grads, stats, self.shard.scale(state, scale, answer.present), sent)
 
     def _end(self, step: Step) -> None:
         state, stats, answer, every = step.state, step.stats, self.opening.answer, self.config.check_replicas_every

@@ -23,9 +23,9 @@ from lightning_scape.core.local_shards import local, told_by_all
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import apart, check_replicas, digest, settings
+from lightning_scape.core.stats import Stats
 from lightning_scape.ops.naive.wire import Wire, add_entries
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.stats import ExchangeStats
 
 MOST_DROPPED = 10
 """Windows in a row that are dropped raise an error."""
@@ -60,6 +60,23 @@ class Progress:
     """The last of them, one after the other."""
     written: list[int] = field(default_factory=list)
     """Parameters that others than the optimizer have written since the last exchange, by place."""
+
+
+@dataclass
+class ExchangeStats(Stats):
+    """Figures of one exchange on one rank. ``step`` counts inner steps; ``"norm"`` is the first message."""
+
+    METHOD = "sparseloco"
+    PHASES = ("norm", "fold", "send", "outer", "set_out")
+    KINDS = ("parameters", "norm")
+    LOGGED = ("exchange", "delta_norm", "skipped")
+
+    exchange: int = 0
+    """Exchanges so far, this one included."""
+    delta_norm: float = 0.0
+    """Root mean square over ranks of the norm of the pseudo-gradient, start minus parameters."""
+    skipped: bool = False
+    """Whether the window was dropped because some rank's parameters were not finite."""
 
 
 class Algorithm:

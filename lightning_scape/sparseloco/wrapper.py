@@ -20,9 +20,8 @@ from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
-from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
+from lightning_scape.sparseloco.algorithm import Algorithm, ExchangeStats, LocoState
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.stats import ExchangeStats
 
 _NAME = "_lightning_scape_sparseloco"
 """Attribute of an optimizer, which it neither copies nor pickles: what wraps it."""

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_scape.core.words import show_bytes, show_seconds, show_times
-from lightning_scape.scape import cost as scape
+from lightning_scape.scape.communicator import scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.state import state_bytes
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 NEAR = 1.1
@@ -71,9 +72,9 @@ def plan(numels: Sequence[int], ranks: int, bandwidth: float, compute: float, st
     rows = [ddp("DDP fp32", 4), ddp("DDP bf16", 2)]
     for sparsity in (0.9, 0.99):
         config = ScapeConfig(sparsity=sparsity)
-        of_step = functools.partial(scape.scape_bytes, numels, ranks, config)
-        late, whole = sum(of_step().values()), scape.run_bytes(SparsitySchedule.of(config), of_step, steps)
-        rows.append(exchanging(f"SCAPE {sparsity:.0%}", late, whole, scape.state_bytes(config, ranks)))
+        of_step = functools.partial(scape_bytes, numels, ranks, config)
+        late, whole = sum(of_step().values()), SparsitySchedule.of(config).run_bytes(of_step, steps)
+        rows.append(exchanging(f"SCAPE {sparsity:.0%}", late, whole, state_bytes(config, ranks)))
     loco = SparseLoCoConfig()
     one, every = loco.exchange_bytes(numels, ranks), loco.sync_every
     state = 16  # AdamW's moments; starting point and error feedback

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.ops import cuda
-from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.state import StepStats
 
 pytestmark = pytest.mark.gpu
 
