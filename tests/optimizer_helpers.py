@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_scape import ScapeOptimizer, ops
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.state import Step
 
 RunRanks = Callable[..., list[Any]]
@@ -69,20 +69,20 @@ def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
     return [getattr(state, name) for name in names]
 
 
-@dataclass(frozen=True)
-class DenseFirst(SparsitySchedule):
+@dataclass(kw_only=True, frozen=True)
+class DenseFirst(ScapeConfig):
     """Sends everything in its first steps: a default warm-up begins below that."""
 
-    dense: int = 1
+    dense_steps: int = 1
 
     def sent(self, step: int) -> int:
-        return self.quota.block_size if step < self.dense else super().sent(step - self.dense)
+        return self.quota.block_size if step < self.dense_steps else super().sent(step - self.dense_steps)
 
 
 def dense_first(optimizer: ScapeOptimizer, steps: int = 1) -> None:
     """Makes an optimizer's first steps send everything."""
     masks = optimizer.engine.masks
-    masks.schedule = DenseFirst(masks.schedule.quota, masks.schedule.warmup_steps, steps)
+    masks.config = DenseFirst(**vars(masks.config), dense_steps=steps)
 
 
 class Ledger:

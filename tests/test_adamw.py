@@ -11,7 +11,6 @@ from example_modules import load_example
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.scape.mask import SparsitySchedule
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
@@ -192,13 +191,13 @@ def test_a_run_goes_on_by_its_own_options_and_says_which_were_others() -> None:
     after = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
     with pytest.warns(UserWarning, match=r"sparsity_warmup_steps=40 \(now 1424\)"):
         after.load_state_dict(before.state_dict())
-    assert after.schedule.warmup_steps == 1424
+    assert after.config.warmup_steps == 1424
 
 
 def test_by_default_the_wait_of_an_entry_grows_evenly() -> None:
     """By one step in 50 steps, or in 500 sqrt(rho) where that is more, until it is 1/rho (docs/design.md, 3.3)."""
     for sparsity, steps in ((0.5, 354), (0.9, 1424), (0.99, 4950), (0.999, 49_950)):
-        schedule = SparsitySchedule.of(ScapeConfig(sparsity=sparsity, update="adamw"))
+        schedule = ScapeConfig(sparsity=sparsity, update="adamw")
         assert schedule.warmup_steps == steps
         block = schedule.quota.block_size
         for step in (0, 3, 49, 99, steps // 2, steps - 2):

@@ -14,7 +14,7 @@ from lightning_scape import ScapeConfig, ops
 from lightning_scape.comm.collectives import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.mask import Masks, SparsitySchedule
+from lightning_scape.scape.mask import Masks
 from lightning_scape.scape.state import Scale, ScapeState, Step, StepStats
 
 CPU = torch.device("cpu")
@@ -41,12 +41,12 @@ class Numbered(ScapeCommunicator):
 
 def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
-    masks = Masks(layout, comm, SparsitySchedule.of(config))
+    masks = Masks(layout, comm, config)
     return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
 
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
-    state.calls, one, sent = number, torch.ones(()), masks.schedule.sent(number)
+    state.calls, one, sent = number, torch.ones(()), masks.config.sent(number)
     return Step(state, [], [], StepStats(), Scale(one, one, one, one), sent)
 
 
@@ -72,7 +72,7 @@ def run(config: ScapeConfig, steps: int) -> list[int | None]:
     for step in range(steps):
         mask, _ = take(masks, state, step)
         used.append(None if mask is None else int(mask[0, 0]))
-        assert mask is None or mask.shape == (3, masks.schedule.sent(step))
+        assert mask is None or mask.shape == (3, masks.config.sent(step))
         send(masks, state, step)
     return used
 
@@ -120,7 +120,7 @@ def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
     assert run(ScapeConfig(sparsity=0.0), 3) == [None, None, None]
     # Everything is sent by the first steps of a warm-up. The first sparse step makes a mask from its own gradient.
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=134)
-    dense = SparsitySchedule.of(config).sent_by_step(100)[250]
+    dense = config.sent_by_step(100)[250]
     assert dense == 14  # while the density is above 1/2
     assert run(config, dense + 3) == [None] * dense + [1, 2, 3]
 
@@ -132,7 +132,7 @@ def test_each_step_of_a_warm_up_has_a_mask_of_its_density() -> None:
 def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.999, sparsity_warmup_steps=0)
     layout = Layout([4000], [0], 1000, 1)
-    masks = Masks(layout, ScapeCommunicator.alone(), SparsitySchedule.of(config))
+    masks = Masks(layout, ScapeCommunicator.alone(), config)
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
     step = begun(masks, state, 0)
@@ -169,7 +169,7 @@ def test_ranks_take_turns_and_every_shard_has_the_choice_of_its_maker(ranks: int
     residuals = [torch.randn(layout.blocks, 200) for _ in range(ranks)]
     for rank in range(ranks):
         comm = Others(rank, residuals, layout)
-        masks = Masks(layout, comm, SparsitySchedule.of(config))
+        masks = Masks(layout, comm, config)
         state = ScapeState.allocate(layout, config, torch.float32, CPU)
         state.residual.copy_(residuals[rank])
         for calls in (0, 1, 2, 7, 1000):
@@ -183,6 +183,6 @@ def test_ranks_take_turns_and_every_shard_has_the_choice_of_its_maker(ranks: int
 
 
 def test_steps_are_counted_by_what_they_send() -> None:
-    schedule = SparsitySchedule.of(ScapeConfig(sparsity=0.99, sparsity_warmup_steps=20))
+    schedule = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=20)
     for steps in (0, 2, 10, 23, 100):
         assert schedule.sent_by_step(steps) == Counter(map(schedule.sent, range(steps)))

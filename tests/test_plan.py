@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 import torch
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo, SparseLoCoConfig
-from lightning_scape.scape.communicator import scape_bytes
-from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.communicator import run_bytes, scape_bytes
 from lightning_scape.scape.state import state_bytes
 from lightning_scape.tools import plan
 from lightning_scape.tools.cli import main
@@ -55,8 +53,7 @@ def test_bytes_of_scape_are_those_that_a_run_counts(run_ranks: Any, sparsity: fl
     config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=3)
     for counted in run_ranks(_scape, 2, sparsity):
         assert counted[-1] == sum(scape_bytes(NUMELS, 2, config).values())
-        of_step = functools.partial(scape_bytes, NUMELS, 2, config)
-        assert sum(counted) == SparsitySchedule.of(config).run_bytes(of_step, 6)
+        assert sum(counted) == run_bytes(NUMELS, 2, config, 6)
         assert counted[0] > counted[-1]
 
 

@@ -124,8 +124,8 @@ def test_so_it_is_after_the_warm_up(sparsity: float, ranks: int) -> None:
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])
 def test_the_page_goes_by_the_packages_schedule(sparsity: float) -> None:
     both = Both(sparsity, 2)
-    schedule = both.package.optimizers[0].schedule
-    assert [both.page.sent(step) for step in range(5200)] == [schedule.sent(step) for step in range(5200)]
+    config = both.package.config
+    assert [both.page.sent(step) for step in range(5200)] == [config.sent(step) for step in range(5200)]
 
 
 def test_one_page_is_one_page() -> None:

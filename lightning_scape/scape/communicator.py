@@ -58,6 +58,13 @@ def scape_bytes(
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
+def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int) -> int:
+    """Bytes that a rank sends in the first steps of a run, warm-up included."""
+    of_step = functools.partial(scape_bytes, numels, ranks, config)
+    whole = sum(count * sum(of_step(sent).values()) for sent, count in config.sent_by_step(steps).items())
+    return whole + of_step(config.sent(steps))["mask"]  # each step sends the mask of the next one, the first its own, too
+
+
 class ScapeCommunicator(Communicator):
     """The messages of one optimizer under SCAPE."""
 

@@ -6,6 +6,7 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -118,6 +119,26 @@ class ScapeConfig:
     def quota(self) -> Quota:
         """Block length and entries sent per block, once all warm-up is over (docs/design.md, 3.1)."""
         return quota_for(self.sparsity)
+
+    def sent(self, step: int) -> int:
+        """q, the entries sent per block at a step (steps count from 0): B means everything, and no mask is needed.
+
+        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``1 / (1 + (1 / rho - 1) i / (T + 1))``.
+        Everything is sent while that is above 1/2 (docs/design.md, 3.3).
+        """
+        quota, warmup = self.quota, self.warmup_steps
+        if step >= warmup:
+            return quota.sent
+        density = 1 / (1 + (1 / quota.density - 1) * ((step + 1) / (warmup + 1)))
+        sent = max(quota.sent, round(density * quota.block_size))
+        return sent if 2 * sent <= quota.block_size else quota.block_size
+
+    def sent_by_step(self, steps: int) -> Counter[int]:
+        """For each q, how many of the first ``steps`` steps send so many entries."""
+        begun = range(min(steps, self.warmup_steps))
+        counts = Counter(map(self.sent, begun))
+        counts[self.quota.sent] += steps - len(begun)
+        return counts
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers and strings, with the defaults of the warm-up and the wire filled in."""

@@ -1,4 +1,4 @@
-"""All about masks: number of entries at each step, choice, exchange, and the delay of one step.
+"""All about masks: choice, exchange, and the delay of one step.
 
 Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of one
 shard. Ranks take turns: in step t rank (j + t) mod N makes that of shard j, from its own residual there. *Delayed
@@ -9,56 +9,16 @@ and used at the end of step t.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.core.layout import Layout, Quota
+from lightning_scape.core.layout import Layout
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.state import ScapeState, Step
-
-
-@dataclass(frozen=True)
-class SparsitySchedule:
-    """Entries sent per block at each step: a warm-up in which the density falls, then the quota."""
-
-    quota: Quota
-    warmup_steps: int
-
-    @classmethod
-    def of(cls, config: ScapeConfig) -> SparsitySchedule:
-        """The schedule that a configuration asks for."""
-        return cls(config.quota, config.warmup_steps)
-
-    def sent(self, step: int) -> int:
-        """The q of a step (steps count from 0). q = B means that everything is sent, and no mask is needed.
-
-        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``1 / (1 + (1 / rho - 1) i / (T + 1))``.
-        Everything is sent while that is above 1/2 (docs/design.md, 3.3).
-        """
-        if step >= self.warmup_steps:
-            return self.quota.sent
-        density = 1 / (1 + (1 / self.quota.density - 1) * ((step + 1) / (self.warmup_steps + 1)))
-        sent = max(self.quota.sent, round(density * self.quota.block_size))
-        return sent if 2 * sent <= self.quota.block_size else self.quota.block_size
-
-    def sent_by_step(self, steps: int) -> Counter[int]:
-        """For each q, how many of the first ``steps`` steps send so many entries."""
-        begun = range(min(steps, self.warmup_steps))
-        counts = Counter(map(self.sent, begun))
-        counts[self.quota.sent] += steps - len(begun)
-        return counts
-
-    def run_bytes(self, step_bytes: Callable[[int], dict[str, int]], steps: int) -> int:
-        """Bytes that a rank sends in the first steps; ``step_bytes`` says what one sends that sends q of a block."""
-        whole = sum(count * sum(step_bytes(sent).values()) for sent, count in self.sent_by_step(steps).items())
-        return whole + step_bytes(self.sent(steps))["mask"]  # each sends the mask of the next, the first its own, too
 
 
 class Masks:
@@ -67,11 +27,11 @@ class Masks:
     Args:
         layout: blocks and shards.
         comm: sends masks.
-        schedule: q at each step.
+        config: says how many entries each step sends.
     """
 
-    def __init__(self, layout: Layout, comm: ScapeCommunicator, schedule: SparsitySchedule) -> None:
-        self.schedule = schedule
+    def __init__(self, layout: Layout, comm: ScapeCommunicator, config: ScapeConfig) -> None:
+        self.config = config
         self.active: Tensor | None = None
         """``[blocks, q]``, the mask last used, or the next one, once it has come; None after a load."""
         self.pending: Work | None = None
@@ -81,7 +41,7 @@ class Masks:
 
     def sends_all(self, step: int) -> bool:
         """Whether a step sends everything."""
-        return self.schedule.sent(step) == self.schedule.quota.block_size
+        return self.config.sent(step) == self._layout.block_size
 
     def wait(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the CPU waited."""
@@ -130,7 +90,7 @@ class Masks:
         step makes its mask from its own gradient.
         """
         if state.calls and not self.sends_all(state.calls - 1):
-            self._launch(self.schedule.sent(state.calls), state.calls, state)
+            self._launch(self.config.sent(state.calls), state.calls, state)
 
     def _launch(self, sent: int, turn: int, state: ScapeState) -> None:
         """Ranks the shard whose turn it is with this rank, beside what follows. Nobody changes the residual till then.

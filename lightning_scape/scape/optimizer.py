@@ -24,7 +24,6 @@ from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, Update
-from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import StepStats
 from lightning_scape.scape.step import Engine
 
@@ -288,14 +287,9 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         return self.engine.config
 
     @property
-    def schedule(self) -> SparsitySchedule:
-        """How many entries of a block are sent at which step."""
-        return self.engine.masks.schedule
-
-    @property
     @override
     def steps_taken(self) -> int:
-        """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
+        """Calls of :meth:`step` so far, skipped and restored ones included; the warm-up counts them."""
         return self.engine.calls
 
     @property
@@ -309,11 +303,11 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
 
     @override
     def summary(self) -> str:
-        config, schedule, nodes = self.config, self.schedule, self.engine.node.world_size
+        config, nodes = self.config, self.engine.node.world_size
         sent = sum(self.engine.step_bytes().values())
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
-        after = f" after a warm-up of {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
+        after = f" after a warm-up of {config.warmup_steps:,} steps" if config.warmup_steps else ""
         return (
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
             f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."

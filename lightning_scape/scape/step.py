@@ -22,7 +22,7 @@ from lightning_scape.core.replicas import check_replicas
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.mask import Masks, SparsitySchedule
+from lightning_scape.scape.mask import Masks
 from lightning_scape.scape.opening import Answer, Opening, width
 from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats
@@ -56,7 +56,7 @@ class Engine:
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
         self.opening = Opening(parameters, comm, node, width(config, comm.world_size))
-        self.masks = Masks(self.layout, comm, SparsitySchedule.of(config))
+        self.masks = Masks(self.layout, comm, config)
         self.shard = Shard(self.layout, comm.rank, config, parameters)
         self.stats: StepStats | None = None
         """Figures of the last step."""
@@ -132,7 +132,7 @@ class Engine:
         if not self.opening.compared:  # the first step, or the first after a load
             self.check_replicas()
             self.opening.compared = True
-        sent = self.masks.schedule.sent(state.calls)
+        sent = self.masks.config.sent(state.calls)
         stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
         return Step(state, groups, grads, stats, self.shard.scale(state, scale, answer.present), sent)
 

@@ -16,15 +16,13 @@ long. Count ``C + t`` there.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_scape.core.words import show_bytes, show_seconds, show_times
-from lightning_scape.scape.communicator import scape_bytes
+from lightning_scape.scape.communicator import run_bytes, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import state_bytes
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
@@ -72,8 +70,7 @@ def plan(numels: Sequence[int], ranks: int, bandwidth: float, compute: float, st
     rows = [ddp("DDP fp32", 4), ddp("DDP bf16", 2)]
     for sparsity in (0.9, 0.99):
         config = ScapeConfig(sparsity=sparsity)
-        of_step = functools.partial(scape_bytes, numels, ranks, config)
-        late, whole = sum(of_step().values()), SparsitySchedule.of(config).run_bytes(of_step, steps)
+        late, whole = sum(scape_bytes(numels, ranks, config).values()), run_bytes(numels, ranks, config, steps)
         rows.append(exchanging(f"SCAPE {sparsity:.0%}", late, whole, state_bytes(config, ranks)))
     loco = SparseLoCoConfig()
     one, every = loco.exchange_bytes(numels, ranks), loco.sync_every
