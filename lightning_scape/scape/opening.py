@@ -29,9 +29,6 @@ _TINY = torch.finfo(torch.float32).tiny
 
 DIGITS = 3
 """Numbers of a digest."""
-_PROBLEM = "an error"
-"""Name of the fact that this rank must raise one instead of taking the step."""
-
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
 """Buckets of the norm's sketch (docs/design.md, 3.2): the largest primes below 4096, so that no matrix is as wide as
 all of them."""
@@ -127,41 +124,28 @@ class Opening:
     def gradients(self, groups: Groups, calls: int, max_norm: float | None = None) -> list[Tensor | None]:
         """Returns flat gradients. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
 
-        If something is wrong with this rank's gradients or groups, the message tells all ranks. Then this rank raises
-        its own error, and the others raise what they were told.
-
         Args:
             groups: the optimizer's parameter groups.
             calls: steps before this one.
             max_norm: bound of the norm; None: no clipping is asked for.
+
+        Raises:
+            ValueError: something is wrong with the groups, or with this rank's gradients.
         """
-        grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
-        device, error, ranks = self._parameters.device, None, self.communicator.world_size
-        try:
-            if (problem := problem_of_groups(groups)) is not None:
-                raise ValueError(problem)
-            self._parameters.check_groups(groups)
-            grads = self._parameters.flat_gradients()
-        except Exception as found:
-            error = found
-        if error is not None and (ranks == 1 or device.type == "cuda"):
-            raise error
+        self._parameters.check_groups(groups)
+        grads = self._parameters.flat_gradients()
         if self.answer is None or max_norm is not None:
+            sketched = max_norm is not None and self._width > 1
             given = [has_gradient(parameter) for parameter in self._parameters.tensors]
-            try:
-                facts = self._facts(groups, calls, max_norm, error)
-                measured = _measure(grads, device, max_norm is not None and self._width > 1)
-                self.answer = self.exchange(measured, given, facts)
-            except RuntimeError as told:
-                raise (error or told) from told.__cause__
-        if error is not None:
-            raise error
+            measured = _measure(grads, self._parameters.device, sketched)
+            self.answer = self.exchange(measured, given, self._facts(groups, calls, max_norm))
+        if (problem := problem_of_groups(groups)) is not None:  # on all ranks, for they have the same
+            raise ValueError(problem)
         return grads
 
-    def _facts(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Facts:
+    def _facts(self, groups: Groups, calls: int, max_norm: float | None) -> Facts:
         """What must be the same on all ranks in this step."""
         return {
-            _PROBLEM: None if error is None else f"{type(error).__name__}: {error}",
             "the optimizer's number": self.communicator.number,
             "the step": calls + 1,
             "the batch": self.batch,
@@ -182,7 +166,7 @@ class Opening:
 
         Raises:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
-                the step changes nothing, and :meth:`apart` tells later.
+                the step changes nothing, and the CPU learns of it later.
         """
         ranks, device = self.communicator.world_size, measured.device
         digest, sketched = digest_of(facts, ranks), len(measured) > 1
@@ -200,18 +184,10 @@ class Opening:
             norm, together = torch.linalg.vector_norm(everyone[:, 0]), everyone[:, 1].all()
             present = everyone[:, 2:].amax(dim=0)
         if device.type == "cpu" and not together:
-            raise self.apart(facts)
+            raise apart(told_by_all(self.communicator, self.node, facts))
         alone = ranks == self.node.world_size == 1
         all_have = all(flags) if alone else device.type == "cpu" and bool(present.all())
         return Answer(norm, None if all_have else present, together, facts)
-
-    def apart(self, facts: Facts) -> RuntimeError:
-        """What is wrong, from every rank's facts. Collective: all know that some differ."""
-        everyone = told_by_all(self.communicator, self.node, facts)
-        for rank, each in enumerate(everyone):
-            if each[_PROBLEM] is not None:
-                return RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {each[_PROBLEM]}")
-        return apart(everyone)
 
     def scale(self) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.

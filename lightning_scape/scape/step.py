@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
-from lightning_scape.core.local_shards import everyone
+from lightning_scape.core.local_shards import everyone, told_by_all
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import check_replicas
+from lightning_scape.core.replicas import apart, check_replicas
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
@@ -174,7 +174,7 @@ class Engine:
         told, answer = verdict
         taken, together = told.read().tolist()
         if not together:
-            raise self.opening.apart(answer.facts)
+            raise apart(told_by_all(self.comm, self.node, answer.facts))
         if taken:
             state.skipped_in_row = 0
             return
