@@ -47,7 +47,7 @@ def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
     state.calls, one, sent = number, torch.ones(()), masks.config.sent(number)
-    return Step(state, [], [], StepStats(), Scale(one, one, one, one), sent)
+    return Step(state, [], [], StepStats(), Scale(one, one, one), sent)
 
 
 def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:

@@ -92,13 +92,8 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         config = _with_update(config, "adams")
         kind = AdamS if config.update == "adams" else torch.optim.AdamW
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        self.optimizer = kind([{"params": group["params"]} for group in groups])
-        self.optimizer.defaults.update(options)
-        for group, its_own in zip(self.optimizer.param_groups, groups, strict=True):
-            # Not by its constructor, which would raise on a rank alone.
-            group.update({**options, **{name: value for name, value in its_own.items() if name != "params"}})
+        ranks = communicator or Communicator(process_group)
+        self.optimizer = ranks.raise_on_all_ranks(lambda: kind(params, **options))  # type: ignore[arg-type]
         self._install(config, process_group, communicator, named_parameters)
 
     def _install(

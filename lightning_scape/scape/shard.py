@@ -150,7 +150,7 @@ class Shard:
             if error is None:
                 message[here] = theta
             else:  # with the rounding errors of earlier changes; the new ones stay with us
-                scale = cut(step.scale.mine, here)
+                scale = cut(step.scale.blocks, rows)
                 message[_groups(here, sent)] = ops.quantize_with_error(error, mask, theta, before, scale)
         # With last_step, or the next tau would not be right: the step, and the parameters that missed it.
         taken = (step.scale.whole != 0).to(state.step.dtype)
@@ -206,12 +206,11 @@ class Shard:
         One without a gradient on any rank is skipped.
         """
         if present is None:
-            return Scale(scale, scale, scale, scale)
+            return Scale(scale, scale, scale)
         if state.missed is None:
             state.missed = torch.zeros(len(self._parameters.tensors), dtype=torch.int32, device=state.step.device)
         parameters = scale * present
-        blocks = parameters[self._of_blocks(scale.device)[0]]
-        return Scale(scale, parameters, blocks, blocks[self.rows])
+        return Scale(scale, parameters, parameters[self._of_blocks(scale.device)[0]])
 
     def _numbers(self, state: ScapeState, scale: Scale, groups: Groups) -> ops.RowNumbers:
         """What an update needs to know of my rows. Read from the groups anew at each step: schedulers change them."""
@@ -232,7 +231,7 @@ class Shard:
         if group is None:
             hyper = ops.Hyper(*(each[0] for each in hyper))
         corrections = (1 - first**step).to(dtype), (1 - second ** step.clamp(min=1)).to(dtype)
-        return ops.RowNumbers(step, scale.mine, hyper, *corrections, group)
+        return ops.RowNumbers(step, cut(scale.blocks, self.rows), hyper, *corrections, group)
 
     def _of_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Parameter, int64 ``[blocks]``, and group, int32, of each block; made when asked for, for few steps need it.

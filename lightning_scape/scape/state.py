@@ -86,8 +86,6 @@ class Scale(NamedTuple):
     """``[parameters]``, or 0-dim."""
     blocks: Tensor
     """``[blocks]``, or 0-dim."""
-    mine: Tensor
-    """``[R]``, of my shard; or 0-dim."""
 
 
 @dataclass
