@@ -70,12 +70,12 @@ def apart(everyone: Sequence[Facts]) -> RuntimeError:
     return RuntimeError(
         "All ranks must take the same steps, with the same settings, got a difference:"
         f" {difference(dict(enumerate(everyone)))}. Nothing of this step was applied. A rank has left out a step that"
-        " others take (a GradScaler in place of torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, a look at"
-        " its own gradients or loss, fewer batches, an error that was caught), or steps its optimizers in another order:"
-        " take a step on all ranks or on none, `ScapeOptimizer.all_finite()` asks all of them. Or it clips or has"
-        " settings as others have not: a scheduler that goes by a loss must get the mean over all ranks"
-        " (`self.log(..., sync_dist=True)`), a callback must not run on one rank alone. Restart all ranks from the"
-        " newest checkpoint."
+        " others take (a plain GradScaler, a look at its own gradients, fewer batches, an error that was caught), or"
+        " steps its optimizers in another order: take a step on all ranks or on none, with"
+        " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or `ScapeOptimizer.all_finite()`, which ask all."
+        " Or it clips or has settings as others have not: a scheduler that goes by a loss must get the mean over all"
+        " ranks (`self.log(..., sync_dist=True)`), a callback must not run on one rank alone. Restart all ranks from"
+        " the newest checkpoint."
     )
 
 

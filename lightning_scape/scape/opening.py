@@ -49,7 +49,7 @@ def random_signs(count: int) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    """Those of sketches. A GPU reads them beside every gradient: as bytes, they are a quarter of what it reads there."""
+    """Those of sketches. A GPU reads them beside every gradient, as bytes: a quarter of what it reads there."""
     signs = random_signs(2 * _CHUNK)
     return ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
 

@@ -364,8 +364,8 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         """Takes this rank's part of a whole state, or of a directory's. Call on every rank, with the same state.
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments and last
-        steps exactly, residuals so that their mean over replicas is kept. One of AdamW, Adam or AdamS gives its moments.
-        Each with a warning that says so. This run's options hold, and a warning names those that were others.
+        steps exactly, residuals so that their mean over replicas is kept. One of AdamW, Adam or AdamS gives its
+        moments. Each with a warning that says so. This run's options hold, and a warning names those that were others.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this

@@ -8,9 +8,9 @@ key                 on other ranks  what it is
 =================== =============== ====================================================================================
 
 Tensors of a parameter are flat, in its memory order, and whole also where several ranks hold a replica together (FSDP2
-inside a node): then ``r`` counts replicas. The mask of the coming step is not saved: from the same residual the same one
-comes. In a file the state is also AdamW's: its ``state`` holds ``exp_avg``, ``exp_avg_sq`` and ``step`` of each parameter,
-which share their memory with the tensors.
+inside a node): then ``r`` counts replicas. The mask of the coming step is not saved: it comes again from the same
+residual. In a file the state is also AdamW's: its ``state`` holds ``exp_avg``, ``exp_avg_sq`` and ``step`` of each
+parameter, which share their memory with the tensors.
 """
 
 from __future__ import annotations
