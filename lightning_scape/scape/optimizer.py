@@ -145,8 +145,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         former = install.installed(optimizer)
         brought = install.state_brought(optimizer, ranks)
         alike = len({*ranks.all_gather_object(None if former is None else former.engine.calls)}) == 1
-        if former is not None:
-            install.uninstall(optimizer)
         new = cls.__new__(cls)
         new.optimizer = optimizer
         new._install(config, process_group, None, named_parameters)
