@@ -121,8 +121,10 @@ class Opening:
 
     # ------------------------------------------------------------------------------------------- the message
 
-    def gradients(self, groups: Groups, calls: int, max_norm: float | None = None) -> list[Tensor | None]:
-        """Returns flat gradients. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
+    def gradients(
+        self, groups: Groups, calls: int, max_norm: float | None = None
+    ) -> tuple[list[Tensor | None], Answer]:
+        """Returns flat gradients, and what all ranks know of them. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
 
         Args:
             groups: the optimizer's parameter groups.
@@ -141,7 +143,7 @@ class Opening:
             self.answer = self.exchange(measured, given, self._facts(groups, calls, max_norm))
         if (problem := problem_of_groups(groups)) is not None:  # on all ranks, for they have the same
             raise ValueError(problem)
-        return grads
+        return grads, self.answer
 
     def _facts(self, groups: Groups, calls: int, max_norm: float | None) -> Facts:
         """What must be the same on all ranks in this step."""
@@ -189,17 +191,15 @@ class Opening:
         all_have = all(flags) if alone else device.type == "cpu" and bool(present.all())
         return Answer(norm, None if all_have else present, together, facts)
 
-    def scale(self) -> Tensor:
+    def scale(self, answer: Answer) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
 
         0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
         where ranks are apart: then nothing is folded.
         """
-        assert self.answer is not None
-        norm = self.answer.norm
-        usable = torch.isfinite(norm)
-        if norm.is_cuda:
-            usable = usable & (self.answer.together != 0)
+        usable = torch.isfinite(answer.norm)
+        if usable.is_cuda:
+            usable = usable & (answer.together != 0)
         return torch.where(usable, 1.0 if self._factor is None else self._factor, 0.0)
 
     # ------------------------------------------------------------------------------------------- before the step
@@ -219,9 +219,8 @@ class Opening:
                 " (Trainer: gradient_clip_val=None)."
             )
         self.check_measured()
-        self.gradients(groups, calls, max_norm)
-        assert self.answer is not None
-        norm = self.answer.norm if self._factor is None else self.answer.norm * self._factor
+        _, answer = self.gradients(groups, calls, max_norm)
+        norm = answer.norm if self._factor is None else answer.norm * self._factor
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (factor if self._factor is None else factor * self._factor).clamp(min=_TINY)
@@ -238,9 +237,8 @@ class Opening:
         if self._factor is None:
             self.forget()
         self.check_measured()
-        self.gradients(groups, calls)
-        assert self.answer is not None
-        finite = bool(torch.isfinite(self.answer.norm))
+        _, answer = self.gradients(groups, calls)
+        finite = bool(torch.isfinite(answer.norm))
         self._remember()
         return finite
 
@@ -257,17 +255,18 @@ class Opening:
                 would also scale what was added since.
         """
         pairs = list(zip(self._parameters.raw_gradients(), self._measured, strict=False))
-        changed = any(grad is not known for grad, (known, _) in pairs)
+        changed = [
+            place
+            for place, (grad, (known, then)) in enumerate(pairs)
+            if grad is not known or (grad is not None and version(grad) != then)
+        ]
         if changed and not any(grad is not None and grad is known for grad, (known, _) in pairs):
             self.forget()
-            return
-        for place, (grad, (known, known_version)) in enumerate(pairs):
-            if grad is not known or (grad is not None and version(grad) != known_version):
-                raise RuntimeError(
-                    "Gradients must stay as they are once they are clipped, until the step, got another one for"
-                    f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
-                    " them."
-                )
+        elif changed:
+            raise RuntimeError(
+                "Gradients must stay as they are once they are clipped, until the step, got another one for parameter"
+                f" {changed[0]}. Clip last, and where several backward passes make a step after the last of them."
+            )
 
     def drop(self) -> None:
         """Before gradients are cleared: counts those that no step used, forgets what was recorded about them."""

@@ -18,12 +18,12 @@ from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone, told_by_all
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import apart, check_replicas
+from lightning_scape.core.replicas import Facts, apart, check_replicas
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
-from lightning_scape.scape.opening import Answer, Opening, width
+from lightning_scape.scape.opening import Opening, width
 from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats
 
@@ -61,8 +61,8 @@ class Engine:
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
-        self._verdict: tuple[OnItsWay, Answer] | None = None
-        """On CUDA the last step's scale, and whether ranks were together, on their way to host memory."""
+        self._verdict: tuple[OnItsWay, Facts] | None = None
+        """The last step's scale, and whether ranks were together, on their way to host memory; and its facts."""
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
 
@@ -122,9 +122,9 @@ class Engine:
 
         Allocates buffers at the first step.
         """
-        grads = self.opening.gradients(groups, self.calls)
-        answer, scale = self.opening.answer, self.opening.scale()
-        assert answer is not None
+        grads, answer = self.opening.gradients(groups, self.calls)
+        scale = self.opening.scale(answer)
+        self._verdict = OnItsWay(torch.stack([scale, answer.together.to(scale.dtype)])), answer.facts
         self.parameters.flatten()
         if self.state is None:
             self.state = self.allocate()
@@ -137,16 +137,13 @@ class Engine:
         return Step(state, groups, grads, stats, self.shard.scale(state, scale, answer.present), sent)
 
     def _end(self, step: Step) -> None:
-        state, stats, answer, every = step.state, step.stats, self.opening.answer, self.config.check_replicas_every
-        assert answer is not None
+        state, stats, every = step.state, step.stats, self.config.check_replicas_every
         stats.step, self.stats = state.calls, stats
         self.opening.forget()
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self.check_replicas()
-        scale = step.scale.whole
-        self._verdict = OnItsWay(torch.stack([scale, answer.together.to(scale.dtype)])), answer
-        if not scale.is_cuda:  # else the CPU would wait: it learns with the next step
+        if not step.scale.whole.is_cuda:  # else the CPU would wait: it learns with the next step
             self._hear_verdict(state)
         stats.skipped_total = state.skipped_total
 
@@ -171,10 +168,10 @@ class Engine:
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        told, answer = verdict
+        told, facts = verdict
         taken, together = told.read().tolist()
         if not together:
-            raise apart(told_by_all(self.comm, self.node, answer.facts))
+            raise apart(told_by_all(self.comm, self.node, facts))
         if taken:
             state.skipped_in_row = 0
             return
