@@ -124,7 +124,9 @@ class Opening:
     def gradients(
         self, groups: Groups, calls: int, max_norm: float | None = None
     ) -> tuple[list[Tensor | None], Answer]:
-        """Returns flat gradients, and what all ranks know of them. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
+        """Returns flat gradients, and what all ranks know of them.
+
+        Sends the step's first message if it was not sent yet; with ``max_norm`` again.
 
         Args:
             groups: the optimizer's parameter groups.
