@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.state import Step
 
 RunRanks = Callable[..., list[Any]]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape import SparseLoCo
-from lightning_scape.comm.collectives import SideStream, Work
+from lightning_scape.comm.collectives import Work
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer

@@ -29,8 +29,8 @@ def check_same_setup(ranks: Communicator, setup: Facts, problem: str | None = No
     Raises:
         ValueError: naming the rank, what differs first, and both values.
     """
-    told = ranks.all_gather_object((place, digest(setup, 8), problem))
-    for rank, (*_, other_problem) in enumerate(told):
+    told = ranks.all_gather_object((place, problem, dict(setup)))
+    for rank, (_, other_problem, _) in enumerate(told):
         if other_problem is not None:
             raise ValueError(problem if len({each[1] for each in told}) == 1 else f"On rank {rank}: {other_problem}")
     for here in {each[0] for each in told}:

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_scape import ops
-from lightning_scape.comm import pairs
+from lightning_scape.comm import collectives
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside, on_thread
 from lightning_scape.core.layout import Layout
 from lightning_scape.ops.naive.wire import packed_bytes

@@ -20,9 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_scape.checkpoint.shards import collect, not_collected
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.entries import entry
 from lightning_scape.core.local_shards import is_sharded
-from lightning_scape.core.private_names import UNSCALES_ITSELF, mark_tracked, note_step, refuse_plain_scaler
+from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, entry, refuse_plain_scaler
 from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.scape import saved
 from lightning_scape.scape.adams import AdamS

@@ -9,6 +9,7 @@ and used at the end of step t.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor

@@ -18,6 +18,7 @@ from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_red
 from lightning_scape.core import local_shards
 from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters
+from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup, settings
 from lightning_scape.core.words import show_bytes, with_plain_numbers
 from lightning_scape.scape import install, saved

@@ -30,7 +30,7 @@ from lightning_scape.checkpoint.shards import (
     of_blocks,
     taken,
 )
-from lightning_scape.core.tensors import flatten_like
+from lightning_scape.core.parameters import flatten_like
 from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
 
 if TYPE_CHECKING:

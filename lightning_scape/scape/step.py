@@ -19,7 +19,6 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone, told_by_all
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import Facts, apart, check_replicas
-from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
@@ -61,8 +60,8 @@ class Engine:
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
-        self._verdict: tuple[OnItsWay, Facts] | None = None
-        """The last step's scale, and whether ranks were together, on their way to host memory; and its facts."""
+        self._verdict: tuple[Tensor, torch.cuda.Event | None, Facts] | None = None
+        """The last step's scale, and whether ranks were together, in host memory once the event has come; its facts."""
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
 
@@ -124,7 +123,11 @@ class Engine:
         """
         grads, answer = self.opening.gradients(groups, self.calls)
         scale = self.opening.scale(answer)
-        self._verdict = OnItsWay(torch.stack([scale, answer.together.to(scale.dtype)])), answer.facts
+        told = torch.stack([scale, answer.together.to(scale.dtype)]).to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event() if scale.is_cuda else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(scale.device))
+        self._verdict = told, arrived, answer.facts
         self.parameters.flatten()
         if self.state is None:
             self.state = self.allocate()
@@ -168,8 +171,10 @@ class Engine:
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        told, facts = verdict
-        taken, together = told.read().tolist()
+        told, arrived, facts = verdict
+        if arrived is not None:
+            arrived.synchronize()
+        taken, together = told.tolist()
         if not together:
             raise apart(told_by_all(self.comm, self.node, facts))
         if taken:
