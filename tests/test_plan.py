@@ -80,7 +80,7 @@ def _measured() -> dict[tuple[str, ...], dict[str, tuple[float, float]]]:
             given = row["settings"]
             steps, apart = (given["steps"], row["validating"] + row["saving"]) if name == "runs" else (1, 0.0)
             cell = cells[given["model"], given["link"], f"{given['hosts']}x{given['ranks_per_host']}", row["commit"]]
-            if row["seed"] == 0 and not given["method"].startswith(("powersgd", "fsdp", "zero1")):
+            if row["seed"] == 0 and not given["method"].startswith(("powersgd", "fsdp", "zero1", "demo", "diloco")):
                 cell[given["method"]] = (row["seconds"] - apart) / steps, row["sent"] / steps
     return {key: cell for key, cell in cells.items() if key[2] == "2x1" and "compute" in cell and len(cell) > 1}
 
