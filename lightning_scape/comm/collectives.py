@@ -45,20 +45,15 @@ _LEAVE_SECONDS = 10.0
 # ------------------------------------------------------------------------------------------------ groups
 
 
-def is_distributed() -> bool:
-    """Whether a process group is up."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def world_size(process_group: ProcessGroup | None = None) -> int:
     """Ranks of the group; 1 where no process group is up."""
-    return dist.get_world_size(process_group) if is_distributed() else 1
+    return dist.get_world_size(process_group) if dist.is_initialized() else 1
 
 
 def check_joined() -> None:
     """Raises ``RuntimeError`` where a launcher started several ranks and no process group joins them."""
     launched = os.environ.get("WORLD_SIZE", "1")
-    if not is_distributed() and launched not in ("", "1"):
+    if not dist.is_initialized() and launched not in ("", "1"):
         raise RuntimeError(
             f"Ranks must be joined in a process group before the optimizer is built, got WORLD_SIZE={launched} and no"
             " process group: each would train on its own. Call torch.distributed.init_process_group() first (backend"
@@ -156,7 +151,7 @@ def _end_groups() -> None:
     NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For some seconds at most: the wait for an
     interrupted message would last until its timeout.
     """
-    if is_distributed():
+    if dist.is_initialized():
         ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
         ending.start()
         ending.join(_LEAVE_SECONDS)
@@ -308,10 +303,10 @@ class Communicator:
         self.process_group, self._beside = process_group, _Beside()
         self.number = 0
         """The optimizer's, among those over the same ranks."""
-        self.rank: int = dist.get_rank(process_group) if is_distributed() else 0
+        self.rank: int = dist.get_rank(process_group) if dist.is_initialized() else 0
         self.world_size: int = world_size(process_group)
         self.traffic = Traffic()
-        if is_distributed() and by_gloo(process_group):
+        if dist.is_initialized() and by_gloo(process_group):
             let_senders_finish(process_group)
 
     @classmethod
