@@ -30,6 +30,7 @@ from lightning_scape.scape.opening import SKETCH_WIDTHS, random_signs
 
 NAMES = {
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
@@ -69,8 +70,7 @@ class Launch:
 
 def _not_specialized(kernel: Any) -> set[str]:
     """Numbers that are compiled alike, whatever they are; in Triton's interpreter, too, which keeps what it is told."""
-    told = getattr(kernel, "rewriter", kernel)  # where Triton 3.3's interpreter keeps it
-    names = getattr(kernel, "do_not_specialize", None) or getattr(told, "kwargs", {}).get("do_not_specialize")
+    names = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize")
     return set(names or ())
 
 
@@ -114,8 +114,6 @@ def record() -> dict[str, Launch]:
         flats, mask = [torch.zeros(300, dtype=torch.bfloat16)], torch.zeros(3, 1, dtype=torch.uint8)
         entries = ops.ParamEntries(flats, pieces, mask, 100)  # what a narrower parameter loses to rounding
         ops.scatter_params(entries, torch.zeros(3, 1), True, torch.ones(()), torch.zeros(3, 100))
-        for length in (200, 256, 1000, 4096):
-            ops.unpack_mask(torch.zeros(3, -(-length // 8), dtype=torch.uint8), length // 4, length)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for dtype in (torch.float32, torch.bfloat16):
@@ -126,12 +124,12 @@ def record() -> dict[str, Launch]:
             sweep(torch.float32, length=length, sent=sent)
         sweep(torch.float32, length=250, sent=25, own=True)
         for count in (GROUP, 1000, 4096):
-            ops.dequantize(ops.quantize(torch.zeros(count)).expand(3, -1, -1), count)
+            ops.dequantize(ops.quantize(torch.zeros(count)).repeat(3, 1, 1), count)
             for sent in (1, 2, 25, 200):
                 rows = count // sent
                 mask = None if sent == 200 else torch.zeros(rows, sent, dtype=torch.uint8)
                 message = torch.zeros(1, -(-rows * sent // GROUP), GROUP_BYTES, dtype=torch.uint8)
-                cuda_wire.pack(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
+                cuda_wire.pack_values(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
     return launches
 
 
@@ -146,12 +144,12 @@ def sweep(
     layout = Layout([20 * length + 8], [0], length, 3)
     region, rows = layout.local(0) if own else layout.remote(1), layout.blocks
     state = [torch.zeros(rows, length, dtype=torch.float32) for _ in range(2)]
-    grads = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
+    grads = [torch.zeros(20 * length + 8, dtype=dtype)]
     positions = ops.position_dtype(length)
     mask = torch.zeros(rows, sent, dtype=positions) if masked else None
     values = torch.zeros(rows, sent if masked else length)
     if own:
-        moment = ops.SecondMoment(state[1], [0.1] * len(grads), 3)
+        moment = ops.SecondMoment(state[1], [0.1] * len(region.pieces), 3)
         ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(rows), mask, values, moment))
     else:
         ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values))
@@ -214,11 +212,7 @@ def check(launch: Launch, ptx: str, used: Resources) -> None:
         raise AssertionError(f"{name} {constants}: a product and a sum were contracted, their twin's are not")
     if used.spilled:
         raise AssertionError(f"{name} {constants}: {used.spilled} bytes of registers are spilled to memory")
-    wide = {
-        "_squares_kernel": "ld.global.v",
-        "_sweep_kernel": "st.global.v",
-    }.get(name)
-    if wide and constants["ALIGNED"] and not any(wide in line for line in lines):
+    if name == "_sweep_kernel" and not any("st.global.v" in line for line in lines):
         raise AssertionError(f"{name} {constants}: memory is not accessed 16 bytes at a time")
 
 

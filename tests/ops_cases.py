@@ -83,18 +83,11 @@ def selections() -> Iterator[Case]:
         yield Case("select", f"{sent} of {length}", (awkward(rows, length), sent), "cuda" if sent > 32 else "")
     yield Case("select", "long blocks", (awkward(2, 5000), 3), "cuda")
     yield Case("select", "nothing", (torch.zeros(0, 200), 2))
-    yield Case("select", "rows apart", (awkward(9, 300)[:, :200], 2), "cpu")
-    for dtype in (torch.bfloat16, torch.float64):
-        yield Case("select", str(dtype), (awkward(9, 100).to(dtype), 4), "cpu cuda")
-    for rows, length, sent in [(23, 200, 30), (9, 250, 249), (70, 100, 100), (9, 8, 1), (3, 1000, 70), (2, 5000, 900)]:
-        bits = ops.pack_mask(mask_of(rows, length, sent), length)
-        yield Case("unpack_mask", f"{sent} of {length}", (bits, sent, length), "cuda" if length > 4096 else "")
+    yield Case("select", "rows apart", (awkward(9, 300)[:, :200], 2), "cpu cuda")
 
 
-def norms() -> Iterator[Case]:
+def sketches() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
-        grads = [torch.randn(n).to(dtype) for n in (33_000, 4096, 0, 13)] + [torch.randn(5)]
-        yield Case("squared_norm", str(dtype), (grads,))
         grads = [torch.randn(20_000).to(dtype), None, torch.randn(5).to(dtype), torch.randn(9_001)]
         yield Case("sketch", str(dtype), (grads, random_signs(1 << 14), SKETCH_WIDTHS))
     yield Case("sketch", "whole chunks", ([torch.randn(70_000)], random_signs(1 << 17), SKETCH_WIDTHS))
@@ -103,7 +96,10 @@ def norms() -> Iterator[Case]:
 def messages() -> Iterator[Case]:
     for shards, count in [(1, 1), (3, 64), (2, 700), (3, 2081), (2, 0)]:
         values = groups_of_all_kinds(shards, count)
-        yield Case("quantize", f"{shards * count}", (values.view(-1),))
+        packed = torch.full((shards, -(-count // 64), 34), 7, dtype=torch.uint8)
+        yield Case("pack_values", f"{shards} x {count}", (torch.randn(shards, count), None, values, packed))
+        rows, mask = torch.randn(shards * count, 20), mask_of(shards * count, 20, 1)
+        yield Case("pack_values", f"{shards} x {count}, masked", (rows, mask, values.view(-1, 1), packed))
         message = torch.stack([ops.quantize(row.clone()) for row in values])
         yield Case("dequantize", f"{shards} x {count}", (message, count))
     for rows, sent, scale in [(70, 3, ONE), (90, None, ONE), (70, 3, SCALES["zero"]), (70, 20, torch.arange(70) % 3.0)]:
@@ -136,28 +132,29 @@ def sweep_of(
     layout = Layout(sizes, [0] * len(sizes), length, 3)
     region = layout.everything() if rank is None else layout.local(1) if rank == 1 else layout.remote(rank)
     rows = layout.shard_blocks if rank == 1 else layout.blocks
-    residual = torch.randn(rows, length, generator=generator, dtype=state)
+    entries = torch.randn(rows, length, generator=generator)
     if odd:
         numbers = [0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 65520.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0]
-        residual = torch.tensor(numbers)[torch.randint(0, 10, residual.shape, generator=generator)]
+        entries = torch.tensor(numbers)[torch.randint(0, 10, entries.shape, generator=generator)]
     grads: list[Tensor | None] = []
-    for place, piece in enumerate(region.pieces):
-        dtype = dtypes[place % len(dtypes)]
-        grad = torch.randn(piece.numel, generator=generator) * (1e-3 if odd else 1)
+    for place, size in enumerate(sizes):
+        dtype, grad = dtypes[place % len(dtypes)], torch.randn(size, generator=generator) * (1e-3 if odd else 1)
         grads.append(None if dtype is None else grad.to(dtype))
-        residual[piece.row : piece.row + piece.blocks].view(-1)[piece.numel :] = 0  # pads
-    factor = torch.as_tensor(scale, dtype=torch.float32)
-    if factor.dim():  # by piece
-        by_row = torch.ones(rows)
-        for place, piece in enumerate(region.pieces):
+    factor, by_row, residual = torch.as_tensor(scale, dtype=torch.float32), torch.ones(rows), entries.clone()
+    for part in region.rows:
+        residual[part] = 0  # pads
+    for place, piece in enumerate(region.pieces):
+        inside, grad = piece.of_blocks(length), grads[piece.segment.index]
+        residual.view(-1)[inside] = entries.view(-1)[inside]
+        if factor.dim():  # by piece
             by_row[piece.row : piece.row + piece.blocks] = factor[place % len(factor)]
-            if not factor[place % len(factor)] and (grad := grads[place]) is not None:
-                grad[::2] = float("nan")
-        factor = by_row
+            if not factor[place % len(factor)] and grad is not None:
+                grad[piece.of_parameter][::2] = float("nan")
+    factor = by_row if factor.dim() else factor
     shards, columns = 1 if rank == 1 else 3, sent or length
     room = (shards, -(-rows // shards * columns // 64), 34)
     moments = torch.rand(rows, length, generator=generator, dtype=state)
-    weights = [0.05 + 0.1 * place for place in range(len(grads))]
+    weights = [0.05 + 0.1 * place for place in range(len(region.pieces))]
     return ops.Sweep(
         region,
         residual,
@@ -192,7 +189,7 @@ def sweeps() -> Iterator[Case]:
     }
     for name, work in made.items():
         yield Case("sweep", name, (work,))
-    yield Case("sweep", "no gradient", (made["own rows"]._replace(grads=[None] * len(made["own rows"].grads or ())),))
+    yield Case("sweep", "no gradient", (made["own rows"]._replace(grads=[None] * 5),))
     yield Case("sweep", "folded before", (made["several dtypes"]._replace(grads=None),))
     yield Case("sweep", "folds only", (made["own rows"]._replace(values=None, mask=None),), "cuda")
     nothing = made["others' rows"]._replace(region=Region((), ()), grads=[])
@@ -281,7 +278,7 @@ def exchanges() -> Iterator[Case]:
 
 
 with ops.using("naive"):
-    CASES = [case for cases in (selections, norms, messages, sweeps, updates, exchanges) for case in cases()]
+    CASES = [case for cases in (selections, sketches, messages, sweeps, updates, exchanges) for case in cases()]
 
 
 # ---------------------------------------------------------------------------------------------------------- comparisons

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece, Region
-from lightning_scape.ops.cuda import gradients as cuda_gradients
 from lightning_scape.ops.cuda import launch as cuda_launch
-from lightning_scape.ops.cuda import masks as cuda_masks
+from lightning_scape.ops.cuda import residual as cuda_residual
 from lightning_scape.ops.cuda import update as cuda_update
 
 interpreted = pytest.mark.skipif(
@@ -66,7 +65,7 @@ class TestFarAway:
         geometry = {"LENGTH": 16, "LOW": 15, "KEPT_BITS": 0x7FFFFFF0, "ROWS": 4, "BLOCK": 16}
         first = memory.at(0, 16, "int32")
         cuda_launch.launch(
-            cuda_masks._select_kernel,
+            cuda_residual._select_kernel,
             1,
             first,
             chosen,
@@ -87,28 +86,15 @@ class TestFarAway:
         for matrix, values in zip(far, near, strict=True):
             matrix.copy_(values)
         thetas = []
-        for choice, (first, second, last_step) in (("naive", near), ("cuda", far)):
+        numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), one, hyper(), one * 0.5, one * 0.3)
+        for update, state in ((ops.update_shard, near), (cuda_update.update_shard, far)):
             thetas.append(theta.clone())
-            shard = ops.ShardState(thetas[-1], first, second, last_step)
-            rest = torch.tensor(9, dtype=torch.int32), one, hyper()
-            with ops.using(choice):
-                ops.update_shard(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
+            with ops.using("naive"):
+                update(ops.ShardState(thetas[-1], *state), mask, total, total * 2, numbers, 2)
         torch.testing.assert_close(thetas[1], thetas[0])
         assert not torch.equal(thetas[0], theta)
         for matrix, expected in zip(far, near, strict=True):
             torch.testing.assert_close(matrix.clone(), expected)
-
-    def test_norm(self) -> None:
-        grads, dtype = FarAway(FAR + 64), triton.language.float32
-        grads.at(FAR, 64)[:] = torch.arange(64.0)
-        # The program that takes the last 64 entries of a gradient of 2**31 + 128.
-        tables = (torch.tensor([FAR + 64]), torch.tensor([0], dtype=torch.int32), torch.tensor([FAR]))
-        place = torch.tensor([grads.at(0, 1).data_ptr()])
-        partial = torch.empty(1)
-        cuda_launch.launch(
-            cuda_gradients._squares_kernel, 1, place, *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128
-        )
-        assert float(partial) == float(torch.arange(64.0).square().sum())
 
     def test_gather_and_scatter(self) -> None:
         memory, piece_rows = FarAway(FAR + 64), torch.tensor([0])

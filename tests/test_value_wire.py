@@ -14,7 +14,7 @@ from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops.naive.wire import GROUP, Wire, packed_bytes
+from lightning_scape.ops.naive.wire import packed_bytes
 from lightning_scape.scape.communicator import scape_bytes
 from lightning_scape.scape.shard import TOGETHER
 from lightning_scape.scape.state import Step
@@ -37,31 +37,6 @@ def test_what_is_sent_plus_what_is_left_is_what_was_there(shards: int, rows: int
     assert message.numel() == shards * packed_bytes(count)
     read = ops.dequantize(message, count).view(values.shape)
     assert torch.equal(read.double() + left.double(), values.double())
-
-
-@pytest.mark.parametrize("choice", ["naive", "cpu"])
-def test_a_message_is_that_of_blocks_of_64_that_send_everything(choice: str) -> None:
-    """SparseLoCo's in 4 bits, and SCAPE's: with and without numba."""
-    values = torch.randn(70, 2 * GROUP) * 10 ** (20 * torch.rand(70, 1) - 10)
-    values[0], values[1], values[2, ::2], values[3] = 0.0, 1e-38, -0.0, values[3].mul(2).round().div(2)
-    blocks, left, wire = values.view(-1, GROUP).clone(), values.clone(), Wire(GROUP, GROUP, 4)
-    expected = wire.take(blocks)
-    with ops.using(choice):
-        message = ops.quantize(left.view(-1))
-        read = ops.dequantize(message.unsqueeze(0), values.numel()).view(values.shape)
-    assert torch.equal(message, expected)
-    assert torch.equal(left.view(torch.int32), blocks.view(70, -1).view(torch.int32))
-    values = wire.read(expected)[1].view(70, -1)
-    values[values == 0] = -0.0  # SCAPE's zeros, which leave every parameter as it is
-    assert torch.equal(read.view(torch.int32), values.view(torch.int32))
-
-
-def test_most_of_the_energy_is_sent() -> None:
-    values = torch.randn(1280, generator=torch.Generator().manual_seed(0))
-    left = values.clone()
-    ops.quantize(left)
-    assert float(values.norm() / left.norm()) > 6.0
-    assert packed_bytes(6400) == 6400 // GROUP * 34
 
 
 def model(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -166,8 +141,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         before, mask = step.state.residual.clone(), step.mask
         assert mask is not None
         if not step.folded:
-            parts = step.parts(shard.others)
-            ops.sweep(ops.Sweep(shard.others, before, parts, step.scale.blocks, None, None))
+            ops.sweep(ops.Sweep(shard.others, before, step.grads, step.scale.blocks, None, None))
         message = take(step)
         sent = ops.dequantize(message.unflatten(0, (world_size, -1)), mask.numel() // world_size).view(mask.shape)
         rows = shard.others.rows
@@ -273,33 +247,6 @@ def _switch(rank: int, world_size: int) -> None:
 
 def test_a_run_may_go_on_with_another_wire(run_ranks: Any) -> None:
     run_ranks(_switch, 2)
-
-
-def _resume(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    ends, saved = [], None
-    for first in (0, 4):
-        params = model(dtype)
-        config = ScapeConfig(sparsity=0.9, wire_dtype="int4", update="adamw", sparsity_warmup_steps=0)
-        optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
-        if saved is not None:
-            for parameter, value in zip(params, saved[0], strict=True):
-                parameter.data.copy_(value)
-            optimizer.load_state_dict(saved[1])
-        for number in range(first, 8):
-            if number == 4 and saved is None:
-                optimizer.consolidate_state_dict()
-                states = [optimizer.state_dict() if rank == 0 else None]
-                torch.distributed.broadcast_object_list(states)
-                saved = [parameter.detach().clone() for parameter in params], states[0]
-            step(params, optimizer, rank, number)
-        ends.append(torch.cat([parameter.detach().flatten() for parameter in params]))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any, dtype: torch.dtype) -> None:
-    for straight, resumed in run_ranks(_resume, 2, dtype):
-        assert torch.equal(straight, resumed)
 
 
 # ------------------------------------------------------------------------------------------------ the usual wire

@@ -94,29 +94,9 @@ class Region:
     """Blocks that are worked on together, as rows of the tensors at hand."""
 
     rows: tuple[slice, ...]
-    """In order; the last ones may hold pads only, which no piece fills."""
+    """In order; those that no piece fills come last, and hold pads only."""
     pieces: tuple[Piece, ...]
     """What fills the rows, in order."""
-
-    @functools.cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """All rows, each once: the pieces in order, and the rows behind them."""
-        end = self.pieces[-1].row + self.pieces[-1].blocks if self.pieces else 0
-        filled = [Span(piece.row, piece.blocks, piece.numel, place) for place, piece in enumerate(self.pieces)]
-        pads = [(max(rows.start, end), rows.stop) for rows in self.rows]
-        return (*filled, *(Span(first, stop - first, 0, None) for first, stop in pads if first < stop))
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one piece, or of none."""
-
-    row: int
-    blocks: int
-    numel: int
-    """Entries of the parameter; pads not counted."""
-    place: int | None
-    """Index of the piece in its region; None where no piece fills the rows."""
 
 
 class Layout:

@@ -70,6 +70,12 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The norm of each, fp32, summed in that or in fp64: what torch's ``clip_grad_norm_`` computes at once."""
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).float()
+
+
 def refuse_plain_scaler() -> None:
     """Raises ``RuntimeError`` in a step that a plain GradScaler takes: each rank's decides for itself whether to.
 

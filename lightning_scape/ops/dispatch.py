@@ -11,9 +11,8 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -33,9 +32,10 @@ _T = TypeVar("_T")
 _chosen: list[str] = []
 """What :func:`using` asked for, innermost last."""
 _NEEDS = {
-    "cpu": ("numba", "steps on a CPU run in plain PyTorch, and take four to seven times as long"),
-    "cuda": ("triton", "steps on a GPU run in plain PyTorch, in several times as many passes over memory"),
+    "cpu": ("numba", "cpu", "steps on a CPU run in plain PyTorch, and take four to seven times as long"),
+    "cuda": ("triton", "gpu", "steps on a GPU run in plain PyTorch, in several times as many passes over memory"),
 }
+"""Of each back end: its compiler, the extra that brings it, and what happens without it."""
 
 
 class Declined(Exception):  # noqa: N818
@@ -45,7 +45,7 @@ class Declined(Exception):  # noqa: N818
 @contextmanager
 def using(choice: str) -> Iterator[None]:
     """Within it, every operation of this process runs by ``choice``, one of :data:`CHOICES`."""
-    _chosen.append(_checked(choice, "`choice`"))
+    _chosen.append(choice)
     try:
         yield
     finally:
@@ -71,46 +71,36 @@ def operation(definition: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _backend(tensors: list[Tensor]) -> ModuleType | None:
     """The back end for these tensors; None: the definition."""
-    choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
+    choice = _chosen[-1] if _chosen else os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(
+            f"${VARIABLE} (or `using`) must be one of {', '.join(CHOICES)}, got {choice!r}. Use 'auto' if unsure."
+        )
     if choice == "naive":
         return None
     found = _module(("cuda" if tensors[0].is_cuda else "cpu") if choice == "auto" else choice)
-    if found is None and choice != "auto":
-        needed = _NEEDS[choice][0]
-        raise ModuleNotFoundError(
-            f"The operations {choice!r} need {needed}, got none that works here. Install {needed}, or choose 'naive'."
-        )
     return None if found is None or not found.can_read(tensors) else found
 
 
 @functools.cache
 def _module(name: str) -> ModuleType | None:
     """A back end; None, with a warning, where it does not work."""
-    needed, consequence = _NEEDS[name]
-    problem = None if find_spec(needed) is not None else f"a Python without {needed}"
+    needed, extra, consequence = _NEEDS[name]
     try:
-        if problem is None:
-            return importlib.import_module(f"lightning_scape.ops.{name}")
+        return importlib.import_module(f"lightning_scape.ops.{name}")
     except Exception as error:  # of several kinds where numba was built for another NumPy
-        problem = f"one that does not work ({type(error).__name__}: {error})"
-    extra = {"cpu": "cpu", "cuda": "gpu"}[name]
-    warnings.warn(
-        f"SCAPE's operations need {needed}, got {problem}: {consequence}. Install lightning-scape[{extra}].",
-        stacklevel=5,
-    )
-    return None
+        warnings.warn(
+            f"SCAPE's operations need {needed}, got none that works ({type(error).__name__}: {error}): {consequence}."
+            f" Install lightning-scape[{extra}].",
+            stacklevel=5,
+        )
+        return None
 
 
-def _tensors(values: tuple[object, ...] | list[object]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     """They may lie in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _checked(choice: str, name: str) -> str:
-    if choice not in CHOICES:
-        raise ValueError(f"{name} must be one of {', '.join(CHOICES)}, got {choice!r}. Use 'auto' if unsure.")
-    return choice

@@ -20,8 +20,9 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import has_gradient, told_by_all
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
-from lightning_scape.core.private_names import version
+from lightning_scape.core.private_names import norms, version
 from lightning_scape.core.replicas import Facts, apart, digest, settings
+from lightning_scape.ops.naive.masks import chunk
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.state import Groups
 
@@ -54,12 +55,19 @@ def _signs(device: torch.device) -> Tensor:
     return ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
 
 
+def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """fp32 ``[1]``: the sum of squares of all entries; inf or NaN if any entry is, or if the sum overflows."""
+    given = [grad for grad in grads if grad is not None and grad.numel()]
+    # Sums of few entries: those of many would lose their last ones to rounding.
+    parts = [part for grad in given for part in (grad.split(chunk(grad)) if grad.numel() > chunk(grad) else [grad])]
+    return norms(parts).square().sum().view(1) if parts else torch.zeros(1, dtype=torch.float32, device=device)
+
+
 def _measure(grads: Sequence[Tensor | None], device: torch.device, sketched: bool) -> Tensor:
     """fp32, to be summed over ranks: a sketch of all gradients together, or their squared norm ``[1]``."""
     if sketched:
         return ops.sketch(grads, _signs(device), SKETCH_WIDTHS)
-    given = [grad for grad in grads if grad is not None and grad.numel()]
-    return ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
+    return squared_norm(grads, device)
 
 
 def digest_of(facts: Facts, ranks: int) -> Tensor:

@@ -104,8 +104,9 @@ class Shard:
         message: Tensor | None = None,
     ) -> None:
         """Folds what is not yet folded; the masked entries go into ``values``, if given, and into ``message``."""
-        residual, mask, scale = step.state.residual[rows], step.mask_of(rows), cut(step.scale.blocks, rows)
-        ops.sweep(ops.Sweep(region, residual, step.parts(region), scale, mask, values, moment, message))
+        residual, grads = step.state.residual[rows], None if step.folded else step.grads
+        mask, scale = step.mask_of(rows), cut(step.scale.blocks, rows)
+        ops.sweep(ops.Sweep(region, residual, grads, scale, mask, values, moment, message))
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
@@ -228,8 +229,6 @@ class Shard:
         lr, beta1, beta2, eps, decay = numbers.unbind(1)
         first, second = (beta[0] if group is None else beta.index_select(0, group) for beta in (beta1, beta2))
         hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
-        if group is None:
-            hyper = ops.Hyper(*(each[0] for each in hyper))
         corrections = (1 - first**step).to(dtype), (1 - second ** step.clamp(min=1)).to(dtype)
         return ops.RowNumbers(step, cut(scale.blocks, self.rows), hyper, *corrections, group)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_scape.core.layout import Layout, Region
+from lightning_scape.core.layout import Layout
 from lightning_scape.core.stats import Stats
 from lightning_scape.scape.config import ScapeConfig
 
@@ -150,15 +150,3 @@ class Step:
     def mask_of(self, rows: slice) -> Tensor | None:
         """The mask of some rows."""
         return None if self.mask is None else self.mask[rows]
-
-    def parts(self, region: Region) -> list[Tensor | None] | None:
-        """The gradient of each piece; None once they are folded. That of a whole parameter is not sliced, for speed."""
-        if self.folded:
-            return None
-        parts: list[Tensor | None] = []
-        for piece in region.pieces:
-            grad = self.grads[piece.segment.index]
-            if grad is not None and piece.numel < piece.segment.numel:
-                grad = grad[piece.of_parameter]
-            parts.append(grad)
-        return parts

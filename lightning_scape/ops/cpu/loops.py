@@ -10,7 +10,6 @@ sums are never contracted: PyTorch's are not. Indices of inner loops start at 0:
 negative ones, and LLVM vectorizes the loop.
 """
 
-import functools
 import math
 
 import numba
@@ -33,13 +32,15 @@ _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
 _WAITS = 256
 """Waits, in steps, whose powers are computed once."""
+_GROUP, _STEP, _TAKES_PART, _CORRECTION, _CORRECTION2 = range(5)
+"""Columns of ``by_row``, in the order of :meth:`naive.RowNumbers.matrices`."""
 _LR, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(7)
 """Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
 
-def jit(function, **options):
+def jit(function):
     """Compiles on first use, keeps the code on disk, and releases Python's lock while it runs."""
-    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     try:
         return numba.njit(function, cache=True, **options)
     except RuntimeError:  # no folder to write to: compiled anew by each process
@@ -180,28 +181,6 @@ def _reaching(keys, least):
     return count
 
 
-@functools.partial(jit, fastmath={"reassoc", "nsz"})
-def squares(table, partials, chunk, like_grad, first, last):
-    """``table [n, 3]``: address; chunks of all before, entries. One sum for each chunk; its order never changes.
-
-    A chunk is read in four places at once: memory delivers that a third faster than one stream.
-    """
-    for i in range(len(table)):
-        start, stop = _overlap(first, last, table[i, 1], -(-table[i, 2] // chunk))
-        for c in range(start, stop):
-            grad = _array_at(table[i, 0], c * chunk, min(chunk, table[i, 2] - c * chunk), like_grad)
-            total, quarter = np.float32(0), len(grad) // 4
-            one, two = grad[:quarter], grad[quarter : 2 * quarter]
-            three, four = grad[2 * quarter : 3 * quarter], grad[3 * quarter : 4 * quarter]
-            for e in range(quarter):
-                w, x, y, z = _widen(one[e]), _widen(two[e]), _widen(three[e]), _widen(four[e])
-                total += w * w + x * x + y * y + z * z
-            for e in range(4 * quarter, len(grad)):
-                value = _widen(grad[e])
-                total += value * value
-            partials[table[i, 1] + c] = total
-
-
 @jit
 def sketch(table, signs, sums, together, like_grad, first, last):
     """``table [chunks, 6]``: address, entries, width, rotation, offset, sign. ``sums [parts, W]``, each of so many."""
@@ -229,13 +208,10 @@ def _sum_columns(grad, signs, columns, width, used):
         columns[j] = _widen(grad[j]) * signs[j]
     start = width
     while start + 4 * width <= len(grad):
-        a, b = grad[start : start + width], grad[start + width : start + 2 * width]
-        c, d = grad[start + 2 * width : start + 3 * width], grad[start + 3 * width : start + 4 * width]
-        s, t = signs[start : start + width], signs[start + width : start + 2 * width]
-        u, v = signs[start + 2 * width : start + 3 * width], signs[start + 3 * width : start + 4 * width]
+        g, t = grad[start : start + 4 * width].reshape(4, width), signs[start : start + 4 * width].reshape(4, width)
         for j in range(width):
-            one = _widen(a[j]) * s[j] + _widen(b[j]) * t[j]
-            two = _widen(c[j]) * u[j] + _widen(d[j]) * v[j]
+            one = _widen(g[0, j]) * t[0, j] + _widen(g[1, j]) * t[1, j]
+            two = _widen(g[2, j]) * t[2, j] + _widen(g[3, j]) * t[3, j]
             columns[j] += one + two
         start += 4 * width
     while start < len(grad):
@@ -252,26 +228,24 @@ def _sum_columns(grad, signs, columns, width, used):
 def fold(table, shares, residual, moments, scale, like_grad, first, last):
     """The first of :func:`naive.sweep`'s operations, for pieces whose gradients have one dtype, or none.
 
-    ``table [n, 5]``: first row, rows of all before, rows, address of the gradient (0: none), entries. ``shares
-    [n, 2]``: what is kept of the second moment, and what is added of the square.
+    ``table [n, 5]``: address of the gradient (0: none), first row, entries of all before, own, and place in ``shares
+    [places, 2]``: what is kept of the second moment, and what is added of the square.
     """
-    length, largest = residual.shape[1], np.float32(np.finfo(np.float32).max)
+    flat, all_moments, largest = residual.reshape(-1), moments.reshape(-1), np.float32(np.finfo(np.float32).max)
     for i in range(len(table)):
-        row, address = table[i, 0], table[i, 3]
-        above, below = _overlap(first, last, table[i, 1], table[i, 2])
-        factor, begin, end = _number(scale, row), above * length, min(below * length, table[i, 4])
-        if begin >= end or factor == 0:
+        address, begin = table[i, 0], table[i, 1] * residual.shape[1]
+        start, stop = _overlap(first, last, table[i, 2], table[i, 3])
+        factor = _number(scale, table[i, 1])
+        if start >= stop or factor == 0:
             continue
-        here = residual[row + above : row + below].reshape(-1)[: end - begin]
+        grad, here = _array_at(address, start, stop - start, like_grad), flat[begin + start : begin + stop]
         if address != 0:
-            grad = _array_at(address, begin, end - begin, like_grad)
             for e in range(len(grad)):
                 here[e] += factor * _widen(grad[e])
         if len(moments) > 0:
-            keep, weight = shares[i, 0], shares[i, 1]
-            moment = moments[row + above : row + below].reshape(-1)[: end - begin]
+            keep, weight = shares[table[i, 4], 0], shares[table[i, 4], 1]
+            moment = all_moments[begin + start : begin + stop]
             if address != 0:
-                grad = _array_at(address, begin, end - begin, like_grad)
                 for e in range(len(grad)):
                     own = factor * _widen(grad[e])
                     value = moment[e] * keep + weight * (own * own)
@@ -423,7 +397,7 @@ def dequantize(message, values, count, first, last):
 def exchange(how, table, mask, values, error, length, like_flat, first, last):
     """See :func:`naive.gather_params` and :func:`naive.scatter_params`.
 
-    ``how``: 0 gathers, 1 writes, 2 adds. ``table [n, 4]``: address, first row, entries of all before, own.
+    ``how``: 0 gathers, 1 writes, 2 adds. ``table [n, 5]``: address, first row, entries of all before, own.
     """
     sent, matrix, all_places = mask.shape[1], values.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
@@ -450,7 +424,8 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
     """See :func:`naive.update_shard`.
 
     ``moments``: the first, and the second. ``given``: the mean, and the owner's own part of it, ``[R, q]``.
-    ``by_row``: group, step, scale and both corrections. ``rule``: N, ``1 / LONGEST_MOVE`` and the largest number.
+    ``numbers`` and ``by_row``: see :meth:`naive.RowNumbers.matrices`. ``rule``: N, ``1 / LONGEST_MOVE`` and the largest
+    number.
     """
     (exp_avg, second), (total, mine), sent = moments, given, theta.shape[1]
     rows = max(1, _TILE // sent)
@@ -458,9 +433,9 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
     dates, firsts, seconds = last_step.reshape(-1), exp_avg.reshape(-1), second.reshape(-1)
     decays, of_group, row = np.empty(_WAITS, theta.dtype), -1, first
     while row < last:
-        stop, begin = _alike(by_row, row, min(last, row + rows)), row * sent
-        if _number(by_row[2], row) != 0:
-            count, group, now = (stop - row) * sent, _number(by_row[0], row), _number(by_row[1], row)
+        stop, begin, here = _alike(by_row, row, min(last, row + rows)), row * sent, _number(by_row, row)
+        if here[_TAKES_PART] != 0:
+            count, group, now = (stop - row) * sent, int(here[_GROUP]), np.int32(here[_STEP])
             places, (m, tau, n, decay, blend) = all_places[:count], room[:, :count]
             _find(last_step, mask, sent, last_step.shape[1], begin, places)
             _ask_for(exp_avg.ctypes.data, exp_avg.itemsize, places)
@@ -478,7 +453,7 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
             _decay_and_blend(tau, numbers[group], decays, decay, blend)
             part = slice(begin, begin + count)
             tensors = theta.reshape(-1)[part], total.reshape(-1)[part], mine.reshape(-1)[part]
-            corrections = _number(by_row[3], row), _number(by_row[4], row)
+            corrections = np.float32(here[_CORRECTION]), np.float32(here[_CORRECTION2])
             _move(rule, tensors, m, tau, decay, blend, n, numbers[group], corrections, len(mask) > 0)
             for j in range(count):
                 firsts[places[j]], seconds[places[j]] = m[j], n[j]
@@ -488,20 +463,13 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
 @jit
 def _alike(by_row, row, stop):
     """The first row behind ``row``, up to ``stop``, that is updated with other numbers."""
-    group, step, scale, correction, correction2 = by_row
-    if max(len(group), len(step), len(scale), len(correction), len(correction2)) == 1:
+    if len(by_row) == 1:
         return stop
-    end = row + 1
-    while (
-        end < stop
-        and _number(group, end) == _number(group, row)
-        and _number(step, end) == _number(step, row)
-        and (_number(scale, end) == 0) == (_number(scale, row) == 0)
-        and _number(correction, end) == _number(correction, row)
-        and _number(correction2, end) == _number(correction2, row)
-    ):
-        end += 1
-    return end
+    for end in range(row + 1, stop):
+        for column in range(by_row.shape[1]):
+            if by_row[end, column] != by_row[row, column]:
+                return end
+    return stop
 
 
 @jit

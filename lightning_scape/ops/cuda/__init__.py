@@ -1,7 +1,7 @@
 """The operations on CUDA that pay, as Triton kernels: each computes that of its name in :mod:`..naive`.
 
-All are bitwise equal to the definition, but for three that round otherwise: ``squared_norm`` and ``sketch`` sum in
-another order, the same at every run (no atomic additions of floats); ``update_shard`` takes another ``exp``.
+All are bitwise equal to the definition, but for two that round otherwise: ``sketch`` sums in another order, the same at
+every run (no atomic additions of floats); ``update_shard`` takes another ``exp``.
 
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
 as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
@@ -12,22 +12,21 @@ of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and ea
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
 test without a GPU.
 
-The kernels stand by theme in :mod:`.gradients`, :mod:`.masks`, :mod:`.residual`, :mod:`.update` and
-:mod:`.wire`; :mod:`.launch` serves them all.
+The kernels stand by theme in :mod:`.gradients`, :mod:`.residual`, :mod:`.update` and :mod:`.wire`; :mod:`.launch`
+serves them all.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_scape.ops.cuda.gradients import sketch, squared_norm  # noqa: F401
+from lightning_scape.ops.cuda.gradients import sketch  # noqa: F401
 from lightning_scape.ops.cuda.launch import DTYPES
-from lightning_scape.ops.cuda.masks import select, unpack_mask  # noqa: F401
-from lightning_scape.ops.cuda.residual import sweep  # noqa: F401
+from lightning_scape.ops.cuda.residual import select, sweep  # noqa: F401
 from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_shard  # noqa: F401
-from lightning_scape.ops.cuda.wire import dequantize, quantize  # noqa: F401
+from lightning_scape.ops.cuda.wire import dequantize, pack_values  # noqa: F401
 
 
 def can_read(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels know their dtypes."""
-    return all(tensor.dtype in DTYPES or not tensor.is_floating_point() for tensor in tensors)
+    """Whether the kernels know their dtypes, and where their entries lie."""
+    return all(each.is_contiguous() and (each.dtype in DTYPES or not each.is_floating_point()) for each in tensors)

@@ -1,4 +1,4 @@
-"""Triton kernels that read whole gradients: norm and sketch."""
+"""Triton kernel that reads whole gradients: their sketch."""
 
 from collections.abc import Sequence
 
@@ -17,48 +17,6 @@ _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
 _SKETCH_PROGRAMS = 256
 """Partial sketches, added up in the end."""
 _SKETCH_WARPS = 8
-
-
-@triton.jit
-def _squares_kernel(
-    grads, numels, chunk_tensors, chunk_starts, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
-):
-    program = tl.program_id(0)
-    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
-    left = tl.load(numels + tensor) - start
-    source = pointer(tl.load(grads + tensor), GRAD) + start
-    if ALIGNED:
-        source = tl.multiple_of(source, 16)
-    offsets = tl.arange(0, CHUNK)
-    if left >= CHUNK:  # a mask of any length would keep the loads from being 16 bytes wide
-        value = widen(tl.load(source + offsets), GRAD)
-    else:
-        value = widen(tl.load(source + offsets, mask=offsets < left, other=0), GRAD)
-    tl.store(partials + program, tl.sum(value * value, axis=0))
-
-
-def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """See :func:`naive.squared_norm`. One pass, one launch per dtype."""
-    partials = []
-    for group in launching.by_kind(grads):
-        programs, chunks = launching.chunks(
-            tuple(grad.numel() for grad in group), launching.STREAM_CHUNK, group[0].device
-        )
-        partials.append(torch.empty(programs, dtype=torch.float32, device=group[0].device))
-        launching.launch(
-            _squares_kernel,
-            programs,
-            launching.addresses(group),
-            *chunks,
-            partials[-1],
-            GRAD=launching.DTYPES[group[0].dtype],
-            ALIGNED=launching.aligned(group[0]),
-            CHUNK=launching.STREAM_CHUNK,
-            num_warps=8,
-        )
-    if not partials:
-        return torch.zeros((), dtype=torch.float32, device=grads[0].device)
-    return torch.cat(partials).sum()
 
 
 @triton.jit
@@ -107,26 +65,24 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
     buckets, length = max(widths), signs.numel() // 2
     sums = torch.zeros(buckets, dtype=torch.float32, device=signs.device)
-    by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
-    for i, grad in enumerate(grads):
-        if grad is not None and (numel := grad.numel()):
-            by_dtype.setdefault(grad.dtype, []).append((i, numel, grad.contiguous()))
-    for dtype, group in by_dtype.items():
-        indices, sizes, dense = zip(*group, strict=True)
+    given = [(index, grad) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
+    for group in launching.grouped(given, lambda each: each[1].dtype):
+        indices, own = zip(*group, strict=True)
+        sizes = tuple([grad.numel() for grad in own])
         count, chunks = launching.chunks(sizes, length, signs.device)
         programs = min(count, _SKETCH_PROGRAMS)
         partials = torch.empty(programs, buckets, dtype=torch.float32, device=signs.device)
         launching.launch(
             _sketch_kernel,
             (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
-            launching.addresses(dense),
+            launching.table(tuple([grad.data_ptr() for grad in own]), torch.int64, signs.device),
             *chunks,
             sketch_plan(indices, sizes, length, tuple(widths), signs.device),
             signs,
             partials,
             count,
             LENGTH=length,
-            GRAD=launching.DTYPES[dtype],
+            GRAD=launching.DTYPES[own[0].dtype],
             BUCKETS=buckets,
             ROWS=_SKETCH_ROWS,
             COLUMNS=_SKETCH_COLUMNS,

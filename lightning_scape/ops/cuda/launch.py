@@ -1,6 +1,6 @@
 """What all Triton kernels share: launches, tables that tell a program its entries, numbers that round as torch's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -13,10 +13,8 @@ from lightning_scape.ops.naive import to_device
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 """Floats that kernels know. Others are left to the definition: a model of size is trained in neither fp16 nor fp64."""
-STREAM_CHUNK = 4096
-"""Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
 PICK_CHUNK = 1024
-"""Likewise where entries lie scattered."""
+"""Entries a program takes where they lie scattered."""
 _KEPT = 64
 """Tables of a kind."""
 _T = TypeVar("_T")
@@ -36,24 +34,12 @@ def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any
         kernel[grid](*args, **meta, enable_fp_fusion=False)
 
 
-def aligned(tensor: Tensor) -> bool:
-    """Whether 16 bytes can be read at once from its start."""
-    return tensor.data_ptr() % 16 == 0
-
-
-def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those that hold anything, by dtype and alignment."""
-    groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            flat = tensor.contiguous().view(-1)
-            groups.setdefault((flat.dtype, aligned(flat)), []).append(flat)
+def grouped(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
+    """Those that one launch can take: items with equal keys, in the order in which keys come first."""
+    groups: dict[object, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())
-
-
-def addresses(flats: Sequence[Tensor]) -> Tensor:
-    """Where each tensor lies; the last tables are kept."""
-    return table(tuple([flat.data_ptr() for flat in flats]), torch.int64, flats[0].device)
 
 
 def per_stream(make: Callable[..., _T]) -> Callable[..., _T]:

@@ -1,21 +1,27 @@
-"""Triton kernel that does all of a rank's work on the rows of a region in one pass over memory."""
+"""Triton kernels on the residual: one ranks its entries, one does all of a rank's work on a region in one pass."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.core.layout import Span
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.launch import pointer, widen
-from lightning_scape.ops.cuda.masks import LONGEST_ROW, row_width
-from lightning_scape.ops.cuda.wire import pack
+from lightning_scape.ops.cuda.wire import pack_values
 from lightning_scape.ops.dispatch import Declined
-from lightning_scape.ops.naive import SecondMoment, Sweep, cut
+from lightning_scape.ops.naive import Sweep, cut, position_dtype
+from lightning_scape.ops.naive.masks import MAGNITUDE_BITS
 
+_SELECT_TILE = 1024
+"""Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
+_LONGEST_ROW = 4096
+"""Longer blocks are left to the definition."""
+_SELECTED_BY_TURNS = 32
+"""Up to so many entries of a block are selected by the kernel, the largest first; more by the definition."""
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
 _TILE = 512
@@ -23,6 +29,64 @@ _TILE = 512
 whose threads find an entry without a barrier; longer rows are shared by several warps."""
 _CELLS = 64
 """Entries of a mask that a program takes out of the cache at a time."""
+
+
+@triton.jit
+def _select_kernel(
+    statistic,
+    chosen,
+    rows,
+    sent,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (position < LENGTH)[None, :]
+    bits = tl.load(statistic + row[:, None] * STRIDE + position[None, :], mask=inside, other=0)
+    keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
+    keys = tl.where((position < LENGTH)[None, :], keys, -1)
+    for turn in range(sent):
+        top = tl.max(keys, axis=1)
+        tl.store(chosen + row * sent + turn, (LOW - (top & LOW)).to(OUT), mask=row < rows)
+        keys = tl.where(keys == top[:, None], -1, keys)  # no two keys of a row are equal
+
+
+def select(statistic: Tensor, sent: int) -> Tensor:
+    """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
+    blocks, length = statistic.shape
+    if sent > _SELECTED_BY_TURNS or length > _LONGEST_ROW:
+        raise Declined
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
+    low, block = (1 << (length - 1).bit_length()) - 1, _row_width(length)
+    rows = max(1, _SELECT_TILE // block)
+    launching.launch(
+        _select_kernel,
+        triton.cdiv(blocks, rows),
+        statistic.view(torch.int32),
+        chosen,
+        blocks,
+        sent,
+        STRIDE=statistic.stride(0),
+        LENGTH=length,
+        LOW=low,
+        KEPT_BITS=MAGNITUDE_BITS & ~low,
+        ROWS=rows,
+        BLOCK=block,
+        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        num_warps=max(1, block // _SELECT_TILE),
+    )
+    return chosen
+
+
+def _row_width(length: int) -> int:
+    """Entries that a kernel holds of a row."""
+    return max(16, int(triton.next_power_of_2(length)))
 
 
 # `sent` changes at every step of a warm-up. The kernel must not be compiled again for each value.
@@ -34,8 +98,8 @@ def _sweep_kernel(
     numels,
     weights,
     first_rows,
-    span_rows,
-    program_spans,
+    piece_rows,
+    program_pieces,
     program_starts,
     scale,
     scale_stride,
@@ -54,10 +118,10 @@ def _sweep_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: up to ROWS rows of one span, which is a piece or rows that no piece fills."""
-    span, start = tl.load(program_spans + tl.program_id(0)), tl.load(program_starts + tl.program_id(0))
-    first = tl.load(first_rows + span) + start
-    rows = tl.minimum(tl.load(span_rows + span) - start, ROWS).to(tl.int32)
+    """One program: up to ROWS rows of one piece."""
+    piece, start = tl.load(program_pieces + tl.program_id(0)), tl.load(program_starts + tl.program_id(0))
+    first = tl.load(first_rows + piece) + start
+    rows = tl.minimum(tl.load(piece_rows + piece) - start, ROWS).to(tl.int32)
     row, position = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     there = row < rows
     inside = there[:, None] & (position < LENGTH)[None, :]
@@ -69,8 +133,8 @@ def _sweep_kernel(
 
     if FOLD:
         # Entries of the parameter from the first row on. Without a gradient, the address is 0.
-        left = tl.minimum(tl.load(numels + span) - start * LENGTH, ROWS * LENGTH).to(tl.int32)
-        address = tl.load(grads + span)
+        left = tl.minimum(tl.load(numels + piece) - start * LENGTH, ROWS * LENGTH).to(tl.int32)
+        address = tl.load(grads + piece)
         known = tl.where(address != 0, left, 0)
         source = pointer(address, GRAD) + start * LENGTH
         source = tl.multiple_of(source, ALIGNED)
@@ -80,7 +144,7 @@ def _sweep_kernel(
             raw = tl.load(source + offset, mask=inside & (offset < known), other=0)
         value = widen(raw, GRAD)
         if SECOND:
-            _accumulate(exp_avg_sq + first * LENGTH + offset, value, factor, weights + 2 * span,
+            _accumulate(exp_avg_sq + first * LENGTH + offset, value, factor, weights + 2 * piece,
                         inside & (offset < left) & taken[:, None], LARGEST)  # fmt: skip
         tile = tl.where((offset < known) & taken[:, None], tile + value * factor[:, None], tile)
 
@@ -151,97 +215,66 @@ def _take_from_memory(
 
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
-    residual, values = work.residual, work.values
-    given = [grad for grad in work.grads or () if grad is not None]
-    if values is None or residual.shape[1] > LONGEST_ROW or any(grad.device != residual.device for grad in given):
+    residual, values, pieces, second = work.residual, work.values, work.region.pieces, work.second_moment
+    if values is None or residual.shape[1] > _LONGEST_ROW:
         raise Declined
-    assert residual.is_contiguous()
-    assert values.is_contiguous()
-    for spans in _by_dtype(work):
-        _launch(work, values, spans)
+    grads = [None if work.grads is None else work.grads[piece.segment.index] for piece in pieces]
+    weights = [0.0] * len(pieces) if second is None else second.weights
+    usual = next((grad.dtype for grad in grads if grad is not None), torch.float32)
+    given = zip(pieces, grads, weights, strict=True)
+    for group in launching.grouped(given, lambda each: usual if each[1] is None else each[1].dtype):
+        _launch(work, values, group)
+    filled = pieces[-1].row + pieces[-1].blocks if pieces else 0
+    for rows in work.region.rows:  # those behind the last piece hold pads only
+        values[max(filled, rows.start) : rows.stop] = 0
     if work.message is not None:  # a group has values of more rows than a program
         each = len(residual) // len(work.message)
         for rows in work.region.rows:
             part = work.message[rows.start // each : rows.stop // each]
-            pack(residual[rows], cut(work.mask, rows), values[rows], part)
+            pack_values(residual[rows], cut(work.mask, rows), values[rows], part)
 
 
-def _grad_of(work: Sweep, span: Span) -> Tensor | None:
-    return None if work.grads is None or span.place is None else work.grads[span.place]
-
-
-def _by_dtype(work: Sweep) -> list[list[Span]]:
-    """The rows of each launch. Those without a gradient go with the first."""
-    groups: dict[torch.dtype, list[Span]] = {}
-    without = []
-    for span in work.region.spans:
-        grad = _grad_of(work, span)
-        if grad is None:
-            without.append(span)
-        else:
-            groups.setdefault(grad.dtype, []).append(span)
-    if not groups:
-        return [without]
-    first, *others = groups.values()
-    return [without + first, *others]
-
-
-def _launch(work: Sweep, values: Tensor, spans: Sequence[Span]) -> None:
-    """Launches the kernel on some rows."""
-    residual, mask = work.residual, work.mask
-    device, sent = residual.device, values.shape[1]
-    given: list[Tensor] = []
-    starts = []
-    for span in spans:
-        grad = _grad_of(work, span)
-        if grad is None:
-            starts.append(0)
-        else:
-            given.append(grad.contiguous())
-            starts.append(given[-1].data_ptr())
-    dtype = given[0].dtype if given else torch.float32
-    shape = _shape(residual.shape[1])
-    whole = shape["ROWS"] * residual.shape[1] * dtype.itemsize
-    programs, (blocks, *chunks) = launching.chunks(tuple([span.blocks for span in spans]), shape["ROWS"], device)
+def _launch(work: Sweep, values: Tensor, group: Sequence[tuple[Any, ...]]) -> None:
+    """Launches the kernel on some pieces, with the gradient of the parameter, and the weight, of each."""
+    residual, mask, second, device = work.residual, work.mask, work.second_moment, values.device
+    pieces, grads, weights = zip(*group, strict=True)
+    dtype = next((grad.dtype for grad in grads if grad is not None), torch.float32)
+    starts = tuple([0 if grad is None else grad.data_ptr() + piece.start * dtype.itemsize for piece, grad, _ in group])
+    block = _row_width(residual.shape[1])
+    at_once = max(1, _TILE // block)
+    programs, (blocks, *chunks) = launching.chunks(tuple([piece.blocks for piece in pieces]), at_once, device)
     # Gradients of zeros change the second moment, too.
-    folds = bool(given) or (work.second_moment is not None and work.grads is not None)
-    moments = work.second_moment if folds else None
+    folds = any(starts) or (second is not None and work.grads is not None)
+    moment, shares = residual, residual
+    if second is not None:
+        of_each = tuple(share for weight in weights for share in (1 - weight, weight / second.ranks))
+        moment, shares = second.exp_avg_sq, launching.table(of_each, torch.float32, device)
     launching.launch(
         _sweep_kernel,
         programs,
         residual,
-        residual if moments is None else moments.exp_avg_sq,
-        launching.table(tuple(starts), torch.int64, device),
-        launching.table(tuple([span.numel for span in spans]), torch.int64, device),
-        residual if moments is None else launching.table(_shares(moments, spans), torch.float32, device),
-        launching.table(tuple([span.row for span in spans]), torch.int64, device),
+        moment,
+        launching.table(starts, torch.int64, device),
+        launching.table(tuple([piece.numel for piece in pieces]), torch.int64, device),
+        shares,
+        launching.table(tuple([piece.row for piece in pieces]), torch.int64, device),
         blocks,
         *chunks,
-        work.scale.to(device),
+        work.scale,
         work.scale.dim(),
-        values if mask is None else mask.contiguous(),
+        values if mask is None else mask,
         values,
-        sent,
+        values.shape[1],
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
-        ALIGNED=math.gcd(16, whole, *starts),
-        SECOND=moments is not None,
+        ALIGNED=math.gcd(16, at_once * residual.shape[1] * dtype.itemsize, *starts),
+        SECOND=second is not None,
         LARGEST=torch.finfo(torch.float32).max,
         MASKED=mask is not None,
-        FEW=sent <= _FEW,
+        FEW=values.shape[1] <= _FEW,
         CELLS=_CELLS,
         LENGTH=residual.shape[1],
-        **shape,
+        ROWS=at_once,
+        BLOCK=block,
+        num_warps=max(1, block // _TILE),
     )
-
-
-def _shape(length: int) -> dict[str, int]:
-    """Rows of a program, entries of a row that it holds, and warps."""
-    block = row_width(length)
-    return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": max(1, block // _TILE)}
-
-
-def _shares(moments: SecondMoment, spans: Sequence[Span]) -> tuple[float, ...]:
-    """By span: what its second moment keeps, and what of the square is added."""
-    weights = [0.0 if span.place is None else moments.weights[span.place] for span in spans]
-    return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))

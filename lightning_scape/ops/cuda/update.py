@@ -5,16 +5,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.launch import narrow, pointer, widen
-from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 
 _UPDATE_CHUNK = 512
 """Entries a program updates. Of more, not all of what an update computes with would fit into registers."""
+
+
+@triton.jit
+def _cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column, int64, of the CHUNK chosen entries from ``first`` on: one division in 64 bits for all of them."""
+    within = (first % sent).to(tl.int32) + tl.arange(0, CHUNK)
+    row, column = first // sent + within // sent, (within % sent).to(tl.int64)
+    if MASKED:
+        column = tl.load(mask + first + tl.arange(0, CHUNK), mask=inside, other=0).to(tl.int64)
+    return row, column
 
 
 @triton.jit
@@ -33,63 +41,49 @@ def _update_kernel(
     mask,
     total,
     own,
-    step,
-    scale,
-    group,
-    lr,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    eps,
-    keep,
-    log_keep,
-    correction,
-    correction2,
+    numbers,
+    by_row,
     second,
     limit,
     count,
-    momentum_stride,
-    last_step_stride,
-    second_stride,
-    step_stride,
-    scale_stride,
-    correction_stride,
+    length,
+    row_stride,
     sent,
     ranks,
     MASKED: tl.constexpr,
-    BY_GROUP: tl.constexpr,
     LONGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """``numbers`` and ``by_row`` have the columns of :meth:`RowNumbers.matrices`."""
     first = tl.program_id(0).to(tl.int64) * CHUNK
     entry = first + tl.arange(0, CHUNK)
-    row, column = cells(mask, first, entry < count, sent, MASKED, CHUNK)
-    inside = (entry < count) & (tl.load(scale + row * scale_stride, mask=entry < count, other=0) != 0)
+    row, column = _cells(mask, first, entry < count, sent, MASKED, CHUNK)
+    here = by_row + row * row_stride
+    inside = (entry < count) & (tl.load(here + 2, mask=entry < count, other=0) != 0)
     if tl.sum(inside.to(tl.int32), axis=0) > 0:
-        h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
-        of_momentum = exp_avg + row * momentum_stride + column
-        of_last_step = last_step + row * last_step_stride + column
-        of_second = second + row * second_stride + column
+        hyper = numbers + tl.load(here, mask=inside, other=0).to(tl.int32) * 7
+        place = row * length + column
+        of_momentum, of_last_step, of_second = exp_avg + place, last_step + place, second + place
 
-        now = tl.load(step + row * step_stride, mask=inside, other=1)
+        now = tl.load(here + 1, mask=inside, other=1).to(tl.int32)
         tau = now - tl.load(of_last_step, mask=inside, other=0)
         tau = tl.maximum(tau, 1)  # after a load, a pad's last step may be later than this one
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
         old = tl.load(theta + entry, mask=inside, other=0)
-        b2 = tl.load(beta2 + h, mask=inside, other=0)
-        one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
-        whole = tl.load(keep + h, mask=inside, other=1)
+        b2 = tl.load(hyper + 2, mask=inside, other=0)
+        one_minus_b2 = tl.load(hyper + 3, mask=inside, other=0)
+        whole = tl.load(hyper + 5, mask=inside, other=1)
         steps = tau.to(m.dtype)
 
-        one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
+        one_minus_b1 = tl.load(hyper + 1, mask=inside, other=1)
         one_minus_bt = tl.div_rn(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
         new = (1 - one_minus_bt) * m + one_minus_bt * tl.div_rn(a, steps)
-        divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
+        divisor = tl.load(here + 3, mask=inside, other=1).to(m.dtype)
         moved, common = tl.div_rn(steps * new, divisor), tl.div_rn(new, divisor)
         bounded = moved * (1 / LONGEST)
         common = tl.where(tau == 1, 0, tl.maximum(common * common, bounded * bounded))
-        divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
+        divisor2 = tl.load(here + 4, mask=inside, other=1).to(m.dtype)
         v2 = tl.load(of_second, mask=inside, other=0)
         largest = tl.load(limit)
         squared = tl.minimum(a * a, largest)
@@ -106,9 +100,9 @@ def _update_kernel(
         v2 = tl.minimum(v2, largest)
         tl.store(of_second, v2, mask=inside)
         v = tl.maximum(tl.div_rn(v2, divisor2), common)
-        shrunk = _decay(whole, tl.load(log_keep + h, mask=inside, other=0), tau, steps)
-        denominator = tl.sqrt_rn(v) + tl.load(eps + h, mask=inside, other=1)
-        change = tl.div_rn(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
+        shrunk = _decay(whole, tl.load(hyper + 6, mask=inside, other=0), tau, steps)
+        denominator = tl.sqrt_rn(v) + tl.load(hyper + 4, mask=inside, other=1)
+        change = tl.div_rn(tl.load(hyper, mask=inside, other=0) * moved, denominator)
         tl.store(theta + entry, old * shrunk - change, mask=inside)
         tl.store(of_momentum, new, mask=inside)
         tl.store(of_last_step, now, mask=inside)
@@ -119,41 +113,28 @@ def update_shard(
 ) -> None:
     """See :func:`naive.update_shard`. One launch; what it reads of the moments and the last steps it writes back."""
     theta, exp_avg, second, last_step = shard
-    step, scale, group = numbers.step, numbers.scale, numbers.group
-    given = mean, mean if mine is None else mine
     if second is None:  # AdamS
         raise Declined
-    assert theta.is_contiguous()
-    assert all(each.is_contiguous() for each in given)
-    assert numbers.first.dim() == numbers.second.dim()
-    hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
+    hyper, by_row = numbers.matrices()
     launching.launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _UPDATE_CHUNK),
         theta,
         exp_avg,
         last_step,
-        theta if mask is None else mask.contiguous(),
-        *given,
-        step,
-        scale.to(theta.device),
-        step if group is None else group,
-        *hyper,
-        numbers.first,
-        numbers.second,
+        theta if mask is None else mask,
+        mean,
+        mean if mine is None else mine,
+        hyper,
+        by_row,
         second,
         theta.new_full((), torch.finfo(theta.dtype).max),
         theta.numel(),
         exp_avg.stride(0),
-        last_step.stride(0),
-        second.stride(0),
-        step.dim(),
-        scale.dim(),
-        numbers.first.dim(),
+        5 if len(by_row) > 1 else 0,
         theta.shape[1],
         ranks,
         MASKED=mask is not None,
-        BY_GROUP=group is not None,
         LONGEST=naive.LONGEST_MOVE,
         CHUNK=_UPDATE_CHUNK,
         num_warps=4,
@@ -190,7 +171,7 @@ def _exchange_kernel(
     inside = entry < count
     before = first_row * sent
     place = before + entry
-    row, column = cells(mask + before, first, inside, sent, MASKED, CHUNK)
+    row, column = _cells(mask + before, first, inside, sent, MASKED, CHUNK)
     parameter = pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
     old = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
     if ADD:
@@ -213,43 +194,34 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 def scatter_params(
-    entries: ParamEntries,
-    values: Tensor,
-    add: bool,
-    scale: Tensor,
-    error: Tensor | None = None,
+    entries: ParamEntries, values: Tensor, add: bool, scale: Tensor, error: Tensor | None = None
 ) -> None:
     """See :func:`naive.scatter_params`, which writes what is not added. One launch per dtype of the parameters."""
     if not add:
         raise Declined
-    _exchange(entries, values.contiguous(), scale, error)
+    _exchange(entries, values, scale, error)
 
 
 def _exchange(entries: ParamEntries, values: Tensor, scale: Tensor | None = None, error: Tensor | None = None) -> None:
     """Gathers without a scale, else adds."""
-    assert values.is_contiguous()
     flats, pieces, mask, block_size = entries
     sent = values.shape[1]
-    mask = None if mask is None else mask.contiguous()
-    by_dtype: dict[torch.dtype, list[tuple[Piece, Tensor]]] = {}
-    for piece in pieces:
-        flat = flats[piece.segment.index]
-        by_dtype.setdefault(flat.dtype, []).append((piece, flat))
-    for dtype, group in by_dtype.items():
+    for group in launching.grouped(pieces, lambda piece: flats[piece.segment.index].dtype):
+        dtype = flats[group[0].segment.index].dtype
         programs, chunks = launching.chunks(
-            tuple([piece.kept(sent, block_size) for piece, _ in group]), launching.PICK_CHUNK, values.device
+            tuple([piece.kept(sent, block_size) for piece in group]), launching.PICK_CHUNK, values.device
         )
         # Where each piece begins: a view of it would take ten times as long.
-        starts = tuple([flat.data_ptr() + piece.start * dtype.itemsize for piece, flat in group])
+        starts = tuple([flats[each.segment.index].data_ptr() + each.start * dtype.itemsize for each in group])
         launching.launch(
             _exchange_kernel,
             programs,
             launching.table(starts, torch.int64, values.device),
-            launching.table(tuple([piece.row for piece, _ in group]), torch.int64, values.device),
+            launching.table(tuple([piece.row for piece in group]), torch.int64, values.device),
             *chunks,
             values if mask is None else mask,
             values,
-            values if scale is None else scale.to(values.device),
+            values if scale is None else scale,
             0 if scale is None else scale.dim(),
             values if error is None else error,
             sent,

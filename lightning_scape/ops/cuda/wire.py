@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
-from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES, LEAST_SCALE, new_message
+from lightning_scape.ops.naive.wire import GROUP, GROUP_BYTES, LEAST_SCALE
 
-_GROUPS = 32
-"""Groups of a program: 2,048 values, 16 for each of 128 threads. The 7 in the kernels is naive.wire.LEVELS."""
+_READ, _PACKED = 32, 8
+"""Groups of a program: 2,048 values, 16 for each of 128 threads; fewer where places of entries take registers, too.
+The 7 in the kernels is naive.wire.LEVELS."""
 
 
 @triton.jit
@@ -32,20 +33,9 @@ def _value_of(code, unit):
     return (7 - code).to(tl.float32) * (unit * -1.0)  # -x would be 0 - x, which is not -0.0 where x is 0
 
 
-@triton.jit
-def _give_back(residual, mask, entry, sent, left, inside, MASKED: tl.constexpr, LENGTH: tl.constexpr):
-    """Adds what rounding has left to the residual's entries; no other program has these."""
-    if MASKED:
-        place = entry // sent * LENGTH + tl.load(mask + entry, mask=inside, other=0).to(tl.int64)
-    else:
-        place = entry
-    there = tl.load(residual + place, mask=inside, other=0)
-    tl.store(residual + place, there + left.to(there.dtype), mask=inside)
-
-
 # `sent` changes at every step of a warm-up.
 @triton.jit(do_not_specialize=["sent"])
-def _quantize_kernel(
+def _pack_kernel(
     values,
     message,
     residual,
@@ -55,7 +45,6 @@ def _quantize_kernel(
     groups,
     total,
     sent,
-    FEED: tl.constexpr,
     MASKED: tl.constexpr,
     LENGTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -79,8 +68,8 @@ def _quantize_kernel(
     scale = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     unit = _unit_of(scale)[:, None]
 
-    even = _pack(source, low, unit, residual, mask, number, sent, inside, FEED, MASKED, LENGTH)
-    odd = _pack(source + 1, high, unit, residual, mask, number + 1, sent, inside_high, FEED, MASKED, LENGTH)
+    even = _pack(source, low, unit, residual, mask, number, sent, inside, MASKED, LENGTH)
+    odd = _pack(source + 1, high, unit, residual, mask, number + 1, sent, inside_high, MASKED, LENGTH)
     codes = even | (odd << 4)
     tl.store(target[:, None] + place[None, :], codes.to(tl.uint8), mask=there)
     tl.store(target + (WIDTH - 2), (scale & 0xFF).to(tl.uint8), mask=group < total)
@@ -90,63 +79,41 @@ def _quantize_kernel(
 @triton.jit
 def _pack(
     source, value, unit, residual, mask, number, sent, inside,
-    FEED: tl.constexpr, MASKED: tl.constexpr, LENGTH: tl.constexpr,
+    MASKED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of every second entry of the groups; what is left of these is stored, or goes into the residual."""
+    """Codes of every second entry of the groups; what is left of these goes back: no other program has these."""
     steps = _steps_of(value, unit)
     left = value - steps * unit
     codes = steps.to(tl.int32) + 7
-    if FEED:
-        _give_back(residual, mask, number, sent, left, inside, MASKED, LENGTH)
-        left = _value_of(codes, unit)
-    tl.store(source, left, mask=inside)
+    place = number
+    if MASKED:
+        place = number // sent * LENGTH + tl.load(mask + number, mask=inside, other=0).to(tl.int64)
+    there = tl.load(residual + place, mask=inside, other=0)
+    tl.store(residual + place, there + left, mask=inside)
+    tl.store(source, _value_of(codes, unit), mask=inside)
     return codes
 
 
-def quantize(values: Tensor) -> Tensor:
-    """See :func:`naive.quantize`. One launch; values are read and written once."""
-    assert values.dtype == torch.float32
-    assert values.is_contiguous()
-    message = new_message(1, len(values), values.device)
-    _launch_quantize(values.unsqueeze(0), message, None, None)
-    return message[0]
-
-
-def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """Packs values that have left the residual; what their rounding leaves goes back into it. One launch.
-
-    Args:
-        residual: ``[S * R, B]``, of S shards; changed in place.
-        mask: ``[S * R, q]``, where the values were; or None.
-        values: fp32 ``[S * R, q]``; they become what is sent.
-        message: uint8 ``[S, G, W]``, written.
-    """
-    flat = values.view(len(message), values.numel() // len(message))
-    _launch_quantize(flat, message, residual, None if mask is None else mask.contiguous())
-
-
-def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
-    """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, or goes into the residual."""
-    (shards, count), groups = values.shape, message.shape[1]
-    rows = _GROUPS if residual is None else _GROUPS // 4  # places of entries take registers, too
+def pack_values(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """See :func:`naive.pack_values`. One launch."""
+    shards, groups = message.shape[:2]
     launching.launch(
-        _quantize_kernel,
-        triton.cdiv(shards * groups, rows),
+        _pack_kernel,
+        triton.cdiv(shards * groups, _PACKED),
         values,
         message,
-        values if residual is None else residual,
+        residual,
         message if mask is None else mask,
         values.new_full((), LEAST_SCALE),
-        count,
+        values.numel() // shards,
         groups,
         shards * groups,
-        1 if mask is None else mask.shape[1],
-        FEED=residual is not None,
+        values.shape[1],
         MASKED=mask is not None,
-        LENGTH=1 if residual is None else residual.shape[1],
+        LENGTH=residual.shape[1],
         GROUP=GROUP,
         WIDTH=GROUP_BYTES,
-        ROWS=rows,
+        ROWS=_PACKED,
         num_warps=4,
     )
 
@@ -176,15 +143,15 @@ def dequantize(message: Tensor, count: int) -> Tensor:
     values = torch.empty(shards, count, dtype=torch.float32, device=message.device)
     launching.launch(
         _dequantize_kernel,
-        triton.cdiv(shards * groups, _GROUPS),
-        message.contiguous(),
+        triton.cdiv(shards * groups, _READ),
+        message,
         values,
         count,
         groups,
         shards * groups,
         GROUP=GROUP,
         WIDTH=GROUP_BYTES,
-        ROWS=_GROUPS,
+        ROWS=_READ,
         num_warps=4,
     )
     return values

@@ -1,4 +1,4 @@
-"""What a rank does with its gradient, in plain PyTorch: its norm, the whole sweep; and checksums of parameters."""
+"""What a rank does with its gradient, in plain PyTorch: its sketch, the whole sweep; and checksums of parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from lightning_scape.core.layout import Region
 from lightning_scape.ops.dispatch import operation
 from lightning_scape.ops.naive.masks import chunk, column, cut, gather_blocks, row_slices, scatter_blocks
 from lightning_scape.ops.naive.wire import quantize_with_error
-
-
-@operation
-def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
-    parts = [part for grad in grads for part in grad.reshape(-1).split(chunk(grad))]
-    norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
-    return torch.stack([norm.float() for norm in norms]).square().sum()
 
 
 @operation
@@ -106,15 +98,14 @@ def accumulate_exp_avg_sq(moment: Tensor, grad: Tensor | None, weight: float, ra
 
 
 def compact(residual: Tensor, mask: Tensor | None, scale: Tensor) -> Tensor:
-    """Takes the masked entries out of the residual ``[R, B]``, and returns them: fp32 ``[R, q]``.
+    """Takes the masked entries out of the residual, fp32 ``[R, B]``, and returns them: ``[R, q]``.
 
     Example: ``[[1, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` and keeps ``[[0, 5]]``.
 
-    What fp32 rounds of fp64 stays behind. ``scale`` is 0-dim, or one for each row ``[R]``; 0 sends zeros and leaves the
-    residual as it is.
+    ``scale`` is 0-dim, or one for each row ``[R]``; 0 sends zeros and leaves the residual as it is.
     """
     there = gather_blocks(residual, mask)
-    sent = torch.where(column(scale.to(residual.device)) != 0, there.float(), 0.0)
+    sent = torch.where(column(scale) != 0, there, 0.0)
     scatter_blocks(residual, mask, there - sent)
     return sent
 
@@ -136,10 +127,10 @@ class Sweep(NamedTuple):
     region: Region
     """Which rows, and which parameters fill them."""
     residual: Tensor
-    """``[rows, B]``, contiguous, changed in place."""
+    """fp32 ``[rows, B]``, changed in place."""
     grads: Sequence[Tensor | None] | None
-    """Flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been folded
-    before."""
+    """Flat gradient of every parameter, by index, any float dtype; None is a gradient of zeros. None for all: they have
+    been folded before."""
     scale: Tensor
     """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
     stays as it is."""
@@ -175,19 +166,22 @@ def sweep(work: Sweep) -> None:
 
     Rows outside the region are left alone.
     """
-    residual, scale, values = work.residual, work.scale, work.values
-    for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads or (), strict=work.grads is not None)):
-        entries, factor = piece.of_blocks(residual.shape[1]), cut(scale, piece.row)
-        if grad is not None:
-            fold(residual.view(-1)[entries], grad, factor)
-        if work.second_moment is not None:
-            moments, weights, ranks = work.second_moment
-            accumulate_exp_avg_sq(moments.view(-1)[entries], grad, weights[place], ranks, factor)
+    residual, scale, values, second = work.residual, work.scale, work.values, work.second_moment
+    if work.grads is not None:
+        for place, piece in enumerate(work.region.pieces):
+            grad, inside = work.grads[piece.segment.index], piece.of_blocks(residual.shape[1])
+            factor = cut(scale, piece.row)
+            if grad is not None:
+                grad = grad[piece.of_parameter]
+                fold(residual.view(-1)[inside], grad, factor)
+            if second is not None:
+                moment, weight = second.exp_avg_sq.view(-1)[inside], second.weights[place]
+                accumulate_exp_avg_sq(moment, grad, weight, second.ranks, factor)
     if values is None:
         return
     for rows in work.region.rows:
         if work.message is None:
-            for few in row_slices(residual, rows):
+            for few in row_slices(residual, residual.shape[1], rows):
                 values[few] = compact(residual[few], cut(work.mask, few), cut(scale, few))
             continue
         for shard, few in work.shards_of(rows):

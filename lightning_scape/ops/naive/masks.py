@@ -1,17 +1,16 @@
-"""Rows of blocks in plain PyTorch, some at a time, for no temporary has the size of the parameters; and masks."""
+"""Rows of blocks in plain PyTorch; masks; and what lies between rows and parameters, each a flat tensor of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops.dispatch import operation
 
-_TOGETHER = 64
-"""Rows that are never parted, so that values in groups of as many are not."""
 MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
 
@@ -21,10 +20,10 @@ def chunk(tensor: Tensor) -> int:
     return 1 << 18 if tensor.device.type == "cpu" else 1 << 24
 
 
-def row_slices(matrix: Tensor, rows: slice | None = None) -> Iterator[slice]:
-    """Slices, one at least, that cover the rows of ``matrix [R, columns]``, or some of them."""
-    start, stop = (0, matrix.shape[0]) if rows is None else (rows.start, rows.stop)
-    step = max(1, chunk(matrix) // (_TOGETHER * max(1, matrix.shape[1]))) * _TOGETHER
+def row_slices(matrix: Tensor, columns: int, rows: slice | None = None) -> Iterator[slice]:
+    """Slices, one at least, that cover the rows of ``matrix``, or some of them; each row takes so many entries."""
+    start, stop = (0, len(matrix)) if rows is None else (rows.start, rows.stop)
+    step = max(1, chunk(matrix) // max(1, columns))
     for first in range(start, stop, step) or [start]:
         yield slice(first, min(first + step, stop))
 
@@ -66,7 +65,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     Example: ``[[3, -5, 0, 0], [0, 0, 0, 0]]`` with ``sent=2`` gives ``[[1, 0], [0, 1]]``.
 
     Args:
-        statistic: ``[R, B]`` float; its sign does not count.
+        statistic: fp32 ``[R, B]``; its sign does not count.
         sent: q, 1 .. B.
 
     Returns:
@@ -77,8 +76,8 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     low = (1 << (length - 1).bit_length()) - 1
     places = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
     chosen = []
-    for rows in row_slices(statistic):
-        keys = statistic[rows].float().view(torch.int32) & (MAGNITUDE_BITS & ~low) | places
+    for rows in row_slices(statistic, length):
+        keys = statistic[rows].view(torch.int32) & (MAGNITUDE_BITS & ~low) | places
         chosen.append((low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length)))
     return torch.cat(chosen)
 
@@ -96,52 +95,80 @@ def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
         matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
 
 
-def as_bits(sent: int, block_size: int) -> bool:
-    """Whether a mask travels as a bit for each entry (:func:`pack_mask`): where that takes less than its positions."""
-    return mask_bytes(sent, block_size) < sent * position_dtype(block_size).itemsize
+# ---------------------------------------------------------------------------------------------------- parameters
 
 
-def mask_bytes(sent: int, block_size: int) -> int:
-    """Bytes that a row of a mask takes on its way."""
-    return min(-(-block_size // 8), sent * position_dtype(block_size).itemsize)
+class ParamEntries(NamedTuple):
+    """The masked entries of parameters, which are the rows of a matrix ``[R, q]``."""
 
-
-def pack_mask(mask: Tensor, length: int) -> Tensor:
-    """A mask ``[R, q]`` of blocks of ``length`` entries as a bit for each entry, the first one lowest.
-
-    Example: ``[[9, 0]]`` with ``length=10`` gives ``[[1, 2]]``.
-
-    Returns:
-        uint8 ``[R, ceil(length / 8)]``.
-    """
-    width, ones = -(-length // 8), 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    packed = []
-    for rows in row_slices(mask):
-        marks = torch.zeros(len(mask[rows]), 8 * width, dtype=torch.uint8, device=mask.device)
-        marks.scatter_(1, mask[rows].long(), 1)
-        packed.append((marks.view(-1, width, 8) * ones).sum(2, dtype=torch.uint8))
-    return torch.cat(packed)
+    flats: Sequence[Tensor]
+    """Every parameter, flat, by index."""
+    pieces: Sequence[Piece]
+    """Which parameters fill which rows."""
+    mask: Tensor | None
+    """``[R, q]``, or None: all of them."""
+    block_size: int
+    """B."""
 
 
 @operation
-def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
-    """The reverse of :func:`pack_mask`; positions come in ascending order.
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
+    """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
 
-    Example: ``[[1, 2]]`` with ``sent=2`` and ``length=10`` gives ``[[0, 9]]``.
+    Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
+
+    With ``renew``, ``out`` holds masters of the entries, and only those that do not round to their parameter give way
+    to it: somebody else has written the parameter. Example: parameter ``[1, 3]`` in bf16 and masters ``[[1.001, 2]]``
+    give ``[[1.001, 3]]``.
 
     Args:
-        bits: uint8 ``[R, ceil(length / 8)]``, of which q are set in each row.
-        sent: q.
-        length: B.
-
-    Returns:
-        ``[R, q]``, dtype :func:`position_dtype`.
+        entries: which.
+        out: ``[R, q]``, contiguous; masters are fp32 or fp64.
+        renew: see above.
     """
-    eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    places = length - torch.arange(length, dtype=torch.int32, device=bits.device)
-    chosen = []
-    for rows in row_slices(bits):
-        marks = (bits[rows].unsqueeze(2) >> eight & 1).flatten(1)[:, :length] != 0
-        keys = torch.where(marks, places, 0)
-        chosen.append((length - keys.topk(sent, dim=1).values).to(position_dtype(length)))
-    return torch.cat(chosen)
+    for _, flat, places, there in _by_piece(entries, out):
+        parameter = flat[places]
+        if renew:
+            parameter = torch.where(there.to(parameter.dtype) == parameter, there, parameter.to(there.dtype))
+        there.copy_(parameter)
+
+
+@operation
+def scatter_params(
+    entries: ParamEntries, values: Tensor, add: bool, scale: Tensor, error: Tensor | None = None
+) -> None:
+    """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
+
+    Sums are rounded once, to the parameter's dtype. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
+    rows of a piece; where it is 0, nothing is written. ``error [R, B]``, fp32 or fp64, is for what is
+    added: it takes up what a parameter that is narrower loses to this rounding.
+
+    Example: adding 0.003 to a parameter ``[1]`` in bf16, whose next number is 1.0078125, adds 0.003 to the error.
+    """
+    for piece, flat, places, new in _by_piece(entries, values):
+        old, taken = flat[places], cut(scale, piece.row) != 0
+        if add:
+            wide, given = old.to(torch.promote_types(old.dtype, torch.float32)), new
+            new = wide + given
+            if error is not None and flat.itemsize < error.itemsize:
+                moved = new.to(flat.dtype).to(wide.dtype)
+                lost = torch.where(moved == wide, given, given - (moved - wide))
+                left = error.view(-1)[piece.of_blocks(entries.block_size)]
+                left[places] = torch.where(taken, left[places] + lost, left[places])
+        flat[places] = torch.where(taken, new.to(flat.dtype), old)
+
+
+def _by_piece(entries: ParamEntries, matrix: Tensor) -> Iterator[tuple[Piece, Tensor, Any, Tensor]]:
+    """The pieces, each with its part of the parameter, where its masked entries are there, and what the matrix has.
+
+    Places are int64, or all; they, and the values in ``matrix [R, q]``, leave pads out.
+    """
+    mask, length = entries.mask, entries.block_size
+    for piece in entries.pieces:
+        rows, kept = slice(piece.row, piece.row + piece.blocks), slice(piece.kept(matrix.shape[1], length))
+        places: Any = slice(None)
+        if mask is not None:
+            starts = torch.arange(0, piece.blocks * length, length, dtype=torch.int64, device=mask.device)
+            places = (mask[rows].long() + starts.unsqueeze(1)).view(-1)[kept]
+        flat = entries.flats[piece.segment.index][piece.of_parameter]
+        yield piece, flat, places, matrix[rows].view(-1)[kept]

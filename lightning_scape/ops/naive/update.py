@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.masks import column, cut, gather_blocks, row_slices, scatter_blocks
+from lightning_scape.ops.naive.masks import column, cut, gather_blocks, scatter_blocks
 
 LONGEST_MOVE = 25.0
 """The largest move of an entry in one update, in learning rates (AdamW)."""
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
+    """Hyperparameters of parameter groups, ``[G]`` each, or columns ``[R, 1]`` by row; in the state's dtype.
 
     What fp32 cannot form from rounded betas without losing digits (``1 - 0.999`` is off by 5e-5) stands here ready.
     """
@@ -40,7 +40,7 @@ class Hyper(NamedTuple):
         return cls(*(value.to(dtype) for value in exact))
 
     def rows(self, group: Tensor | None) -> Hyper:
-        """Those of each row, as columns, from the groups ``[R]`` of the rows; None, and 0-dim: the same for all."""
+        """Those of each row, as columns, from the groups ``[R]`` of the rows; None: one group has all."""
         return Hyper(*(value if group is None else column(value, group) for value in self))
 
 
@@ -56,10 +56,6 @@ class ShardState(NamedTuple):
     last_step: Tensor
     """``[R, B]`` int32, step of each entry's last update."""
 
-    def cut(self, rows: slice) -> ShardState:
-        """Some rows."""
-        return ShardState(*(cut(matrix, rows) for matrix in self))
-
 
 class RowNumbers(NamedTuple):
     """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
@@ -69,18 +65,28 @@ class RowNumbers(NamedTuple):
     scale: Tensor
     """fp32; 0 changes nothing."""
     hyper: Hyper
-    """0-dim, or ``[G]``."""
+    """By group."""
     first: Tensor
     """Divides AdamW's first moments: ``1 - beta1**t``."""
     second: Tensor
     """Divides AdamW's second moments: ``1 - beta2**t``."""
     group: Tensor | None = None
-    """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+    """int32 ``[R]``, the parameter group of each row; None where there is one."""
 
     def cut(self, rows: slice) -> RowNumbers:
         """Those of some rows."""
         step, scale, first, second, group = (cut(self[place], rows) for place in (0, 1, 3, 4, 5))
         return RowNumbers(step, scale, self.hyper, first, second, group)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Hyperparameters, ``[G, 7]``, and numbers of rows, fp64 ``[R, 5]``, or ``[1, 5]`` for all of them.
+
+        These are the group, the step, whether the row takes part, and what divides the first and the second moments.
+        """
+        group = self.step * 0 if self.group is None else self.group
+        of_rows = torch.broadcast_tensors(group, self.step, self.scale != 0, self.first, self.second)
+        by_row = torch.stack([each.double() for each in of_rows], -1).view(-1, 5)
+        return torch.stack(torch.broadcast_tensors(*self.hyper), -1).view(-1, 7), by_row
 
 
 def adams_step(theta: Tensor, exp_avg: Tensor, tau: Tensor, total: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
@@ -220,19 +226,17 @@ def update_shard(
         numbers: of each row. Rows of scale 0 are left alone.
         ranks: N.
     """
-    for rows in row_slices(shard.theta):
-        few, places, here = shard.cut(rows), cut(mask, rows), numbers.cut(rows)
-        now, applied, hyper = column(here.step), column(here.scale) != 0, here.hyper.rows(here.group)
-        tau = (now - gather_blocks(few.last_step, places)).clamp(min=1).to(few.theta.dtype)
-        m = gather_blocks(few.exp_avg, places)
-        if few.exp_avg_sq is None:
-            theta, *new = adams_step(few.theta, m, tau, mean[rows], hyper)
-            changed = [few.exp_avg, few.last_step]
-        else:
-            v, own = gather_blocks(few.exp_avg_sq, places), cut(mine, rows)
-            corrections = column(here.first), column(here.second)
-            theta, *new = adamw_step(few.theta, m, v, tau, mean[rows], own, hyper, corrections, ranks)
-            changed = [few.exp_avg, few.exp_avg_sq, few.last_step]
-        for matrix, value in zip(changed, (*new, now.to(few.last_step)), strict=True):
-            scatter_blocks(matrix, places, torch.where(applied, value, gather_blocks(matrix, places)))
-        few.theta.copy_(torch.where(applied, theta, few.theta))
+    theta, exp_avg, exp_avg_sq, last_step = shard
+    now, applied, hyper = column(numbers.step), column(numbers.scale) != 0, numbers.hyper.rows(numbers.group)
+    tau = (now - gather_blocks(last_step, mask)).clamp(min=1).to(theta.dtype)
+    m = gather_blocks(exp_avg, mask)
+    if exp_avg_sq is None:
+        moved, *new = adams_step(theta, m, tau, mean, hyper)
+        changed = [exp_avg, last_step]
+    else:
+        v, corrections = gather_blocks(exp_avg_sq, mask), (column(numbers.first), column(numbers.second))
+        moved, *new = adamw_step(theta, m, v, tau, mean, mine, hyper, corrections, ranks)
+        changed = [exp_avg, exp_avg_sq, last_step]
+    for matrix, value in zip(changed, (*new, now.to(last_step)), strict=True):
+        scatter_blocks(matrix, mask, torch.where(applied, value, gather_blocks(matrix, mask)))
+    theta.copy_(torch.where(applied, moved, theta))

@@ -37,7 +37,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.ops.dispatch import operation
-from lightning_scape.ops.naive.masks import column, cut, gather_blocks, row_slices, scatter_blocks, select
+from lightning_scape.ops.naive.masks import column, gather_blocks, position_dtype, row_slices, scatter_blocks, select
 
 GROUP = 64
 """Values of SCAPE that share a scale."""
@@ -238,12 +238,61 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return (flat.view(len(flat), count, bits) * weights).sum(dim=2)
 
 
+# ------------------------------------------------------------------------------------------------------------- masks
+
+
+def as_bits(sent: int, block_size: int) -> bool:
+    """Whether a mask travels as a bit for each entry (:func:`pack_mask`): where that takes less than its positions."""
+    return mask_bytes(sent, block_size) < sent * position_dtype(block_size).itemsize
+
+
+def mask_bytes(sent: int, block_size: int) -> int:
+    """Bytes that a row of a mask takes on its way."""
+    return min(-(-block_size // 8), sent * position_dtype(block_size).itemsize)
+
+
+def pack_mask(mask: Tensor, length: int) -> Tensor:
+    """A mask ``[R, q]`` of blocks of ``length`` entries as a bit for each entry, the first one lowest.
+
+    Example: ``[[9, 0]]`` with ``length=10`` gives ``[[1, 2]]``.
+
+    Returns:
+        uint8 ``[R, ceil(length / 8)]``.
+    """
+    packed = []
+    for rows in row_slices(mask, length):
+        marks = torch.zeros(len(mask[rows]), length, dtype=torch.int32, device=mask.device)
+        packed.append(pack(marks.scatter_(1, mask[rows].long(), 1), 1))
+    return torch.cat(packed)
+
+
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """The reverse of :func:`pack_mask`; positions come in ascending order.
+
+    Example: ``[[1, 2]]`` with ``sent=2`` and ``length=10`` gives ``[[0, 9]]``.
+
+    Args:
+        bits: uint8 ``[R, ceil(length / 8)]``, of which q are set in each row.
+        sent: q.
+        length: B.
+
+    Returns:
+        ``[R, q]``, dtype :func:`position_dtype`.
+    """
+    positions, chosen = torch.arange(length, dtype=torch.int32, device=bits.device), []
+    for rows in row_slices(bits, length):
+        marks = unpack(bits[rows], 1, length)
+        places = torch.where(marks != 0, marks.cumsum(1) - 1, sent)  # all else shares a column behind them
+        found = positions.new_empty(len(marks), sent + 1).scatter_(1, places, positions.expand_as(marks))
+        chosen.append(found[:, :sent].to(position_dtype(length)))
+    return torch.cat(chosen)
+
+
 # ------------------------------------------------------------------------------------------------------------ groups
 
 _GROUPS = Wire(GROUP, GROUP, 4)
 
 
-@operation
 def quantize(values: Tensor) -> Tensor:
     """Takes values out, rounded for the wire; the rounding error stays behind.
 
@@ -277,12 +326,26 @@ def dequantize(message: Tensor, count: int) -> Tensor:
     Returns:
         fp32 ``[S, n]``, contiguous.
     """
-    values = torch.empty(len(message), count, device=message.device, dtype=torch.float32)
-    for shard, given in zip(values, message, strict=True):
-        for groups in row_slices(given):
-            part, (_, read) = shard[groups.start * GROUP : groups.stop * GROUP], _GROUPS.read(given[groups])
-            part.copy_(torch.where(read == 0, -0.0, read).view(-1)[: len(part)])
-    return values
+    shards, groups = message.shape[:2]
+    values = _GROUPS.read(message.flatten(0, 1))[1].view(shards, groups * GROUP)[:, :count]
+    return torch.where(values == 0, -0.0, values).contiguous()
+
+
+@operation
+def pack_values(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """Packs values that have left a residual; what rounding leaves goes back into it.
+
+    Args:
+        residual: ``[S * R, B]``, of S shards; changed in place.
+        mask: ``[S * R, q]``, where the values were; or None.
+        values: fp32 ``[S * R, q]``, contiguous; they become what is sent (:func:`dequantize`).
+        message: uint8 ``[S, G, 34]``, written.
+    """
+    left = values.clone()
+    for packed, of_shard in zip(message, left.view(len(message), -1), strict=True):
+        packed.copy_(quantize(of_shard))
+    scatter_blocks(residual, mask, gather_blocks(residual, mask) + left)
+    values.copy_(dequantize(message, values.numel() // len(message)).view(values.shape))
 
 
 @operation
@@ -300,22 +363,16 @@ def quantize_with_error(error: Tensor, mask: Tensor | None, theta: Tensor, befor
     Returns:
         uint8 ``[G, 34]``.
     """
-    message = new_message(1, theta.numel(), theta.device)[0]
-    for rows in row_slices(theta):  # whole groups, but for the last
-        new, here, few = theta[rows], error[rows], cut(mask, rows)
-        applied, kept = column(cut(scale, rows)) != 0, gather_blocks(here, few)
-        kept = torch.where(kept.isfinite(), kept, 0.0)
-        change = (new - before[rows]).masked_fill_(new == before[rows], -0.0)  # also of infinities
-        due = torch.where(applied, change + kept, 0.0)
-        sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
-        packed = quantize(sent.view(-1))  # what rounding leaves stays in sent
-        left = sent if beyond is None else beyond + sent
-        scatter_blocks(here, few, torch.where(applied, left, kept))
-        new.copy_(dequantize(packed.unsqueeze(0), new.numel()).view(new.shape))
-        first = rows.start * theta.shape[1] // GROUP
-        message[first : first + len(packed)] = packed
-    return message
+    applied, kept = column(scale) != 0, gather_blocks(error, mask)
+    kept = torch.where(kept.isfinite(), kept, 0.0)
+    change = (theta - before).masked_fill_(theta == before, -0.0)  # also of infinities
+    due = torch.where(applied, change + kept, -0.0)  # which leaves every number as it is
+    sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    scatter_blocks(error, mask, torch.where(applied, (sent - due).neg(), kept))  # what fp32 rounds of fp64
+    message = new_message(1, theta.numel(), theta.device)
+    pack_values(error, mask, sent, message)
+    theta.copy_(sent)
+    return message[0]
 
 
 def packed_bytes(count: int) -> int:
