@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -123,12 +123,6 @@ def communicators(
 def everyone(communicator: Communicator, node: Communicator) -> Communicator:
     """All ranks whose parts make up a state: those with the same rows, and those of their nodes."""
     return communicator if node.world_size == 1 else Communicator()
-
-
-def told_by_all(communicator: Communicator, node: Communicator, own: Any) -> list[Any]:
-    """What every rank says, in the order of the ranks: nodes, and the ranks of each. Collective."""
-    by_rank_of_node = node.all_gather_object(communicator.all_gather_object(own))
-    return [said for ranks in zip(*by_rank_of_node, strict=True) for said in ranks]
 
 
 def problem(

@@ -65,8 +65,10 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1) else None
 
 
-def apart(everyone: Sequence[Facts]) -> RuntimeError:
-    """What is wrong where the facts of a step, or of an exchange, differ between ranks."""
+def apart(communicator: Communicator, node: Communicator, facts: Facts) -> RuntimeError:
+    """What is wrong where ranks differ in the facts of a step, or of an exchange; each gives its own. Collective."""
+    by_place = node.all_gather_object(communicator.all_gather_object(facts))
+    everyone = [said for ranks in zip(*by_place, strict=True) for said in ranks]  # in the order of the ranks
     return RuntimeError(
         "All ranks must take the same steps, with the same settings, got a difference:"
         f" {difference(dict(enumerate(everyone)))}. Nothing of this step was applied. A rank has left out a step that"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.local_shards import has_gradient, told_by_all
+from lightning_scape.core.local_shards import has_gradient
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters, problem_of_groups
 from lightning_scape.core.private_names import norms, version
 from lightning_scape.core.replicas import Facts, apart, digest, settings
@@ -196,7 +196,7 @@ class Opening:
             norm, together = torch.linalg.vector_norm(everyone[:, 0]), everyone[:, 1].all()
             present = everyone[:, 2:].amax(dim=0)
         if device.type == "cpu" and not together:
-            raise apart(told_by_all(self.communicator, self.node, facts))
+            raise apart(self.communicator, self.node, facts)
         alone = ranks == self.node.world_size == 1
         all_have = all(flags) if alone else device.type == "cpu" and bool(present.all())
         return Answer(norm, None if all_have else present, together, facts)

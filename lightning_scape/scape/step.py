@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
-from lightning_scape.core.local_shards import everyone, told_by_all
+from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import Facts, apart, check_replicas
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
@@ -176,7 +176,7 @@ class Engine:
             arrived.synchronize()
         taken, together = told.tolist()
         if not together:
-            raise apart(told_by_all(self.comm, self.node, facts))
+            raise apart(self.comm, self.node, facts)
         if taken:
             state.skipped_in_row = 0
             return

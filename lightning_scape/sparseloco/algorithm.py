@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
-from lightning_scape.core.local_shards import local, told_by_all
+from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import apart, check_replicas, digest, settings
@@ -228,7 +228,7 @@ class Algorithm:
         everyone = node.all_gather_stacked(comm.all_gather_stacked(message, "norm")).view(-1, len(message)).cpu()
         squares, written, digests = everyone.unbind(1)
         if (digests != digests[0]).any():
-            raise apart(told_by_all(comm, node, facts))
+            raise apart(comm, node, facts)
         return math.sqrt(squares.sum() / comm.world_size), bool(written.any())
 
     def facts(self) -> dict[str, Any]:
