@@ -148,8 +148,6 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         facts["strides"][0] = [1, 40]
     if kind == "entries":
         del state["scape"]["tensors"]["residual.0.3"]
-    if kind == "newer":
-        facts["format"] += 1
     if kind == "groups":
         state["param_groups"].pop()
     if kind == "foreign":
@@ -168,7 +166,6 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         ("shape", r"shapes must be \(5,\) for 'parameter 1', got \(6,\)"),
         ("memory", "strides must be .* got"),
         ("entries", "all 2100 entries of 'residual.0.3', got 0"),
-        ("newer", "a newer lightning_scape"),
         ("groups", "different number of parameter groups"),  # torch says it
         ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
         ("sgd", "must hold exp_avg of 'parameter 0'"),

@@ -123,7 +123,6 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     state, place = loco.state, flat(net)
     good = loco.state_dict()
     whole = good["sparseloco"]
-    newer = {**good, "sparseloco": {**whole, "facts": {**whole["facts"], "format": 3}}}
     smaller = {**good, "sparseloco": {**whole, "facts": {**whole["facts"], "shapes": {0: [3]}}}}
     torn = {**good, "sparseloco": {**whole, "tensors": {}}}
     for saved, complaint in (
@@ -131,7 +130,6 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
         (torn, "all 320 entries of 'start.0', got 0"),
         ({"what": 1}, r"must have `state` and `param_groups`, got \['what'\]"),
         (None, "must have `state` and `param_groups`, got NoneType"),
-        (newer, "a newer lightning_scape"),
         (smaller, r"shapes must be .* got \(3,\)"),
     ):
         with pytest.raises(ValueError, match=complaint):
@@ -159,14 +157,12 @@ def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimi
     ("shapes", "names", "kind", "complaint"),
     [
         ([(3, 4), (6,), (6,)], "abc", torch.optim.AdamW, r"shapes must be \(3, 4\) for 'a', got \(4, 3\)"),
-        ([(4, 3), (6,), (6,)], "acb", torch.optim.AdamW, "got 'c' as number 1, which was 'b' there"),
         ([(4, 3), (6,), (6,)], "abc", torch.optim.SGD, "got one of AdamW, and SparseLoCo wraps SGD"),
     ],
 )
-def test_a_state_of_other_shapes_order_or_optimizer_is_refused_and_changes_nothing(
+def test_a_state_of_other_shapes_or_optimizer_is_refused_and_changes_nothing(
     shapes: list[tuple[int, ...]], names: str, kind: Any, complaint: str
 ) -> None:
-    """Only the numbers of entries were compared: moments of one parameter became another's."""
     saved: Any = _of([(4, 3), (6,), (6,)], "abc", torch.optim.AdamW)
     saved = saved.state_dict()
     loco = _of(shapes, names, kind)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import math
 import os
 import pickle
 import secrets
@@ -96,11 +97,11 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _check_replaceable(path)
+    new, parent = _beside(path, "partial"), os.open(path.parent, os.O_RDONLY)
     aside = hidden(path.parent, glob.escape(path.name), "previous")  # left behind, or of a save that is not complete
-    for left in hidden(path.parent, glob.escape(path.name), "partial"):
-        _remove_if_dead(left)
-    new, lock = _new(path, folder)
     try:
+        _remove_left(hidden(path.parent, glob.escape(path.name), "partial"), parent)
+        (new.mkdir if folder else new.touch)()
         yield new
         while True:
             try:
@@ -113,49 +114,34 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
                     _check_replaceable(path)
                     aside.append(path.rename(_beside(path, "previous")))
         with contextlib.suppress(OSError):
-            parent = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(parent)  # renames last through a power cut
-            finally:
-                os.close(parent)
+            os.fsync(parent)  # renames last through a power cut
         for each in aside:
             remove(each)
     finally:
-        os.close(lock)  # first: a network's file system keeps what is open
         remove(new)
         if aside and not os.path.lexists(path):
             with contextlib.suppress(OSError):
                 aside[-1].rename(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_UN)  # else it lasts as long as processes that were forked meanwhile
+        os.close(parent)
 
 
-def _new(path: Path, folder: bool) -> tuple[Path, int]:
-    """A file or directory beside its place, and what has it locked while its writer lives."""
-    while True:
-        new = _beside(path, "partial")
-        (new.mkdir if folder else new.touch)()
-        with contextlib.suppress(FileNotFoundError):  # another save has removed it: it was not locked yet
-            lock = os.open(new, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if new.exists():
-                return new, lock
-            os.close(lock)
-
-
-def _remove_if_dead(partial: Path) -> None:
-    """Removes a temporary whose writer was killed."""
-    with contextlib.suppress(OSError):  # it is gone
-        handle = os.open(partial, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(partial)
-        except BlockingIOError:  # it lives
-            return
-        except OSError:  # a file system without locks
-            if time.time() - os.fstat(handle).st_mtime > _LONG_AGO:
+def _remove_left(partials: list[Path], folder: int) -> None:
+    """Removes what killed saves have left, unless another save into the folder is under way; then says that one is."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        dead = math.inf
+    except BlockingIOError:
+        dead = 0.0
+    except OSError:  # a file system without locks
+        dead = time.time() - _LONG_AGO
+    with contextlib.suppress(OSError):  # another save has removed it
+        for partial in partials:
+            if partial.stat().st_mtime < dead:
                 remove(partial)
-        finally:
-            os.close(handle)
+    with contextlib.suppress(OSError):
+        fcntl.flock(folder, fcntl.LOCK_SH)
 
 
 def _beside(path: Path, kind: str) -> Path:

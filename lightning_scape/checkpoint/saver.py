@@ -29,6 +29,8 @@ from lightning_scape.checkpoint.shards import (
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
+from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.words import with_plain_numbers
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint."""
@@ -54,18 +56,6 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _alike(states: dict[Where, State], ranks: Communicator) -> dict[Where, State]:
-    """Those that rank 0 saves, too. Raises ``ValueError`` on every rank if one lacks some of them. Collective."""
-    first, *others = ranks.all_gather_object([*states])
-    for rank, places in enumerate(others, 1):
-        if not set(first) <= set(places):
-            raise ValueError(
-                f"All ranks must save the same optimizers, got {first} on rank 0 and {places} on rank {rank}. Change a"
-                " checkpoint on all ranks alike (`on_save_checkpoint`)."
-            )
-    return {where: states[where] for where in first}
 
 
 class Saver:
@@ -103,19 +93,20 @@ class Saver:
 
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
-            ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
+            ValueError: ranks save other optimizers; on every rank.
         """
         self.wait()
-        found: dict[Where, State] = {}
+        states: dict[Where, State] = {}
 
         def without_tensors(where: Where, value: Any) -> Any:
             if not isinstance(value, State):
-                return value
-            found[where] = value
+                return with_plain_numbers(value)
+            states[where] = value
             return {**value, value.facts["method"]: {"facts": value.facts}}
 
         lead, rng, rest = ranks.rank == 0, rng_state(), with_states(content, without_tensors)
-        states, rest = _alike(found, ranks), rest if lead else {}
+        check_same_setup(ranks, {"saved optimizers": [*states]})
+        rest = rest if lead else {}
         if self.asynchronous:
             if path is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
                 with files.explained(path):

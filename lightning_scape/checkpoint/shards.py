@@ -34,7 +34,6 @@ from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.method import METHODS, named
 from lightning_scape.core.parameters import Parameters
 
-FORMAT = 1
 Where = tuple[Any, int | None]
 """A state's name in a host's checkpoint, and its place in the list that it has there."""
 
@@ -95,7 +94,6 @@ def facts_of(parameters: Parameters) -> dict[str, Any]:
     """What a state says of its parameters, by number."""
     known = list(zip(parameters.indices, parameters.tensors, strict=True))
     return {
-        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
         "shapes": {index: list(parameter.shape) for index, parameter in known},
         "strides": {index: list(parameter.stride()) for index, parameter in known},
     }
@@ -111,7 +109,6 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
     Raises:
         ValueError: it is not; names the first difference.
     """
-    places = {_plain(name): index for index, name in zip(parameters.indices, parameters.names, strict=True)}
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index not in facts["shapes"]:
             continue
@@ -120,16 +117,6 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
                 raise ValueError(
                     f"The state's {what} must be {now} for {name!r}, got {then}. Load it into the same model."
                 )
-        theirs = _plain(facts["names"][index])
-        if places.get(theirs, index) != index and "parameter " not in theirs:
-            raise ValueError(
-                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
-                " there. Build the optimizer over the parameters in the same order."
-            )
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: Collection[str]) -> list[str]:
@@ -160,13 +147,7 @@ class State(dict[str, Any]):
         self, shown: Mapping[str, Any], facts: Mapping[str, Any], *parts: Callable[[], Mapping[str, Any]]
     ) -> None:
         super().__init__({name: value for name, value in shown.items() if name not in ("state", facts["method"])})
-        self.facts: dict[str, Any] = {"format": FORMAT, **facts}
-        self._parts = parts
-        if self.facts["format"] > FORMAT:
-            raise files.CheckpointError(
-                f"A state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
-                " Upgrade this installation."
-            )
+        self.facts, self._parts = facts, parts
 
     @classmethod
     def own(cls, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Mapping[str, Any]) -> State:
