@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_scape.hosts.common import register, resolve_config
+from lightning_scape.hosts.common import register
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ScapeConfig
@@ -20,7 +21,10 @@ _Strategy = TypeVar("_Strategy", bound=type[Any])
 
 
 def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy], _Strategy]:
-    """Gives a strategy the fields of a configuration as arguments, the first one also by place, and registers it."""
+    """Gives a strategy the fields of a configuration as arguments, the first one also by place, and registers it.
+
+    They overrule those of ``config``.
+    """
     main, *others = inspect.signature(kind, eval_str=True).parameters.values()
 
     def decorate(strategy: _Strategy) -> _Strategy:
@@ -36,7 +40,8 @@ def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy],
             if len(given) == len(arguments.parameters):  # by a parser, which fills in defaults
                 given = {of: each for of, each in given.items() if each != arguments.parameters[of].default}
             own = {each.name: given.pop(each.name) for each in (main, *others) if each.name in given}
-            of_host(**given | {"config": resolve_config(kind, given.get("config"), own)})
+            whole = given.get("config") or kind()
+            of_host(**given | {"config": replace(whole, **own) if own else whole})
 
         # What help(), a documentation and LightningCLI's parser go by.
         init.__signature__ = arguments  # type: ignore[attr-defined]

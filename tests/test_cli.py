@@ -13,7 +13,6 @@ from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.files import save_file
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.tools.cli import COMMANDS, main
 
 HEAVY = {"torch", "lightning", "litgpt", "numba"}
@@ -70,7 +69,7 @@ def test_consolidate_writes_one_file_and_replaces_another_only_if_told(
 ) -> None:
     optimizer = ScapeOptimizer([torch.nn.Parameter(torch.ones(1000))], config=ScapeConfig(sparsity=0.5))
     content = {"optimizer": optimizer.own_state(), "step": 3}
-    Saver(asynchronous=False).save(tmp_path / "a.pt", content, Communicator.alone(), None)
+    Saver("sharded").save(content, str(tmp_path / "a.pt"), torch.save)
     command = ["consolidate", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
     assert main(command) == 0
     assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 3

@@ -59,21 +59,10 @@ def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
     assert ScapeStrategy(0.9).config == ScapeStrategy(sparsity=0.9).config == ScapeConfig(sparsity=0.9)
     config = ScapeConfig(sparsity=0.9, max_skipped=3)
     assert ScapeStrategy(config=config).config is config
+    assert ScapeStrategy(0.8, config=config).config == ScapeConfig(sparsity=0.8, max_skipped=3)
     assert MethodStrategy(config).config is FabricMethodStrategy(config).config is config
     with pytest.raises(ValueError, match=r"`sparsity` must be a number in .*, got 1.5"):
         ScapeStrategy(sparsity=1.5)
-
-
-@pytest.mark.parametrize(
-    ("give", "told"),
-    [
-        (lambda: ScapeStrategy(0.99, config=ScapeConfig(sparsity=0.9)), "got `config` and sparsity=0.99"),
-        (lambda: FabricScapeStrategy(max_skipped=10, config=ScapeConfig()), "got `config` and max_skipped=10"),
-    ],
-)
-def test_an_option_given_in_config_and_by_name_is_an_error(give: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        give()
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"])

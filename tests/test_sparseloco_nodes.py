@@ -86,7 +86,7 @@ def save(loco: SparseLoCo, path: Path, kind: str) -> None:
         if dist.get_rank() == 0:
             torch.save(loco.state_dict(), path)
     else:
-        Saver(asynchronous=False).save(path, {"loco": loco.own_state()}, Communicator(), None)
+        Saver("sharded").save({"loco": loco.own_state()}, str(path), torch.save)
     dist.barrier()
 
 

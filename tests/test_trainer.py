@@ -770,23 +770,6 @@ def unfreeze_by_a_callback(rank: int, method: str, folder: str) -> None:
         fit(method, Finetunes(), BackboneFinetuning(1, verbose=False), max_epochs=3)
 
 
-class NestedSchedule(Regression):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedule = Warmup(optimizer, 3, CosineAnnealingLR(optimizer, 12))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def save_a_nested_schedule(rank: int, method: str, folder: str) -> None:
-    """torch's state of a scheduler that keeps another one has the optimizer in it."""
-    straight = NestedSchedule()
-    fit(method, straight, max_epochs=2)
-    fit(method, NestedSchedule(), max_epochs=1).save_checkpoint(f"{folder}/c.ckpt")
-    resumed = NestedSchedule()
-    make_trainer(sparse(method), max_epochs=2).fit(resumed, ckpt_path=f"{folder}/c.ckpt")
-    assert resumed.lrs == straight.lrs[BATCHES:]
-
-
 def pickle_the_trainer(rank: int, method: str, folder: str) -> None:
     """It is written, or refused in words."""
     trainer = fit(method, Regression())
@@ -829,7 +812,6 @@ LIFE = [
     compile_all,
     unfreeze,
     unfreeze_by_a_callback,
-    save_a_nested_schedule,
     pickle_the_trainer,
     put_another_in_its_place,
     run_for_a_look,

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,9 +29,10 @@ from lightning_scape.checkpoint.shards import (
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
-from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.replicas import by_rank, check_same_setup
 from lightning_scape.core.words import with_plain_numbers
 
+StateDictType = Literal["full", "sharded"]
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint."""
 
@@ -58,43 +59,73 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-class Saver:
-    """One strategy's. In the background one checkpoint is written at a time, from a copy in host memory.
+def all_ranks() -> Communicator:
+    """All, on a group that works in host memory and is used for checkpoints alone."""
+    return Communicator(group_beside(None, "checkpoint"))
 
-    The next save, a load, and the end of a Trainer's fit wait for it and raise what went wrong, on every rank; the end
-    of a process that uses Fabric waits, and warns.
+
+def agreed(path: str | Path | None, ranks: Communicator) -> Path | None:
+    """The local path of a checkpoint that all ranks load, if it has one. Collective.
+
+    Raises:
+        CheckpointError: ranks load different ones, or some load none; on every rank.
+    """
+    local = None if path is None else files.local_path(path)
+    kind = "a directory" if local is not None and local.is_dir() else "a file"
+    said = ranks.all_gather_object("none" if path is None else f"{kind}, {str(local or path)!r}")
+    if len({*said}) > 1:
+        raise files.CheckpointError(
+            f"All ranks must load the same checkpoint, got {by_rank(dict(enumerate(said)))}. Save to a file system that"
+            " all machines share, and give all ranks the same path."
+        )
+    return local
+
+
+class Saver:
+    """What a strategy of either host saves and loads by: all ranks together, one file or a directory.
+
+    In the background one checkpoint is written at a time, from a copy in host memory. The next save, a load, and the
+    end of a Trainer's fit wait for it and raise what went wrong, on every rank; the end of a process that uses Fabric
+    waits, and warns.
 
     Args:
+        state_dict_type: one file or a directory.
         asynchronous: return from :meth:`save` as soon as the copy is made.
+
+    Raises:
+        ValueError: ``state_dict_type`` is neither.
     """
 
-    def __init__(self, asynchronous: bool) -> None:
-        self.asynchronous = asynchronous
+    def __init__(self, state_dict_type: StateDictType = "full", asynchronous: bool = False) -> None:
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(
+                '`state_dict_type` must be "full" (one file) or "sharded" (a directory), got'
+                f' {state_dict_type!r}. Use "full" if unsure.'
+            )
+        self.sharded, self.asynchronous = state_dict_type == "sharded", asynchronous
         self._pending: Future[None] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For who copies a strategy: what is being written is left to this one."""
-        return {**vars(self), "_pending": None}
-
     def save(
-        self,
-        path: Path | None,
-        content: Mapping[Any, Any],
-        ranks: Communicator,
-        write: Callable[[dict[Any, Any]], None] | None,
+        self, content: Mapping[Any, Any], path: str, write: Callable[[dict[Any, Any], Any], None], special: bool = False
     ) -> None:
         """Writes a checkpoint. Collective.
 
         Args:
-            path: the same on all ranks; None is none of this machine's.
             content: the host's checkpoint, with this rank's :class:`State` of each optimizer; rank 0's is written.
-            ranks: all, on a group that works in host memory and is used for nothing else.
-            write: writes the whole content as one file, on rank 0; None: a directory is written.
+            path: the same on all ranks.
+            write: writes the whole content as one file to a path, on rank 0.
+            special: whether options of one file were given.
 
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
-            ValueError: ranks save other optimizers; on every rank.
+            ValueError: ranks save other optimizers, or a directory cannot be there.
         """
+        local = files.local_path(path)
+        if self.sharded and (special or local is None):
+            raise ValueError(
+                'With state_dict_type="sharded" a checkpoint must be at a path that all machines share, without'
+                f' `storage_options` and `filter`, got {path!r}. Save it with state_dict_type="full".'
+            )
         self.wait()
         states: dict[Where, State] = {}
 
@@ -104,34 +135,56 @@ class Saver:
             states[where] = value
             return {**value, value.facts["method"]: {"facts": value.facts}}
 
-        lead, rng, rest = ranks.rank == 0, rng_state(), with_states(content, without_tensors)
+        ranks, rng, rest = all_ranks(), rng_state(), with_states(content, without_tensors)
         check_same_setup(ranks, {"saved optimizers": [*states]})
+        lead = ranks.rank == 0
         rest = rest if lead else {}
         if self.asynchronous:
-            if path is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
-                with files.explained(path):
-                    folder = path.parent
+            if local is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
+                folder = local.parent
+                with files.explained(local):
                     ranks.raise_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if lead else None)
             rest, states = ranks.raise_on_all_ranks(lambda: _copied((rest, states)))
 
         def act() -> None:
             if states:
                 rest[RNG] = ranks.all_gather_object(rng)
-            if write is None:
-                assert path is not None
-                write_directory(path, rest, states, ranks)
+            if self.sharded:
+                assert local is not None
+                write_directory(local, rest, states, ranks)
                 return
             wholes: dict[Where, Any] = {}
             for where in [*states]:  # each is given up as it is collected
                 whole = collect(states.pop(where), ranks, torch.device("cpu"))
                 wholes[where] = None if whole is None else whole_state(whole)
             content = with_states(rest, lambda where, value: wholes.get(where, value))
-            ranks.raise_on_all_ranks(lambda: write(content) if lead else None)
+            ranks.raise_on_all_ranks(lambda: write(content, local or path) if lead else None)
 
         if self.asynchronous:
             self._beside(act)
         else:
             act()
+
+    def load(
+        self, path: str | Path, read: Callable[[], dict[str, Any]], weights_only: bool | None, optimizers: bool = True
+    ) -> tuple[dict[str, Any], Any]:
+        """The host's checkpoint, and this rank's generators: None if the number of ranks has changed. Collective.
+
+        Args:
+            path: of the checkpoint.
+            read: reads one file.
+            weights_only: as in ``torch.load``.
+            optimizers: whether those of ours take it. Else a rank may load alone, as with DDP.
+        """
+        self.wait()
+        ranks = all_ranks() if optimizers else Communicator.alone()
+        local = agreed(path, ranks)
+        if local is not None and local.is_dir():
+            content = read_directory(local, ranks, weights_only, parts=optimizers)
+        else:
+            content = ranks.raise_on_all_ranks(read)
+        states = content.pop(RNG, []) if isinstance(content, dict) else []
+        return content, states[ranks.rank] if len(states) == ranks.world_size else None
 
     def _beside(self, act: Callable[[], None]) -> None:
         executor = ThreadPoolExecutor(1, "scape-checkpoint")
@@ -252,7 +305,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
     Returns:
         Its path, or None.
     """
-    ranks = Communicator(group_beside(None, "checkpoint"))
+    ranks = all_ranks()
     found = ranks.raise_on_all_ranks(lambda: _newest(Path(folder), pattern, check) if ranks.rank == 0 else None)
     chosen: Path | None = ranks.all_gather_object(found)[0]
     return chosen

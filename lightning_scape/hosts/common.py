@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
@@ -17,12 +16,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.saver import Saver, StateDictType
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, group_beside, world_size
 from lightning_scape.core.method import Method, find, method_of, unwrapped
 from lightning_scape.core.private_names import IGNORED_BY_DDP
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoints import Checkpoints, StateDictType
+from lightning_scape.hosts.checkpoints import ScapeCheckpointIO
 from lightning_scape.hosts.words import Words
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -41,21 +41,31 @@ class Common:
         async_save: bool,
         timeout: timedelta | float | None,
     ) -> None:
+        self._arguments = config, state_dict_type, async_save, timeout
         self.config, self.method = config, method_of(config)
         self.nodes = two_level.Nodes(self.config)
-        self.checkpoints = Checkpoints(state_dict_type, async_save, self.nodes)
+        self.saver = Saver(state_dict_type, async_save)
         self.timeout = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
         self.words = Words(None, 1)
         """Of all ranks, once they have met."""
 
+    def __reduce__(self) -> tuple[type[Common], tuple[Any, ...]]:
+        """For copies and pickles of a strategy, or of a Trainer after a fit: they set up anew."""
+        return Common, self._arguments
+
     def meet(self, strategy: Any) -> None:
         """When the process group is up: makes those beside it. What ranks choose messages by must agree. Collective."""
-        self.checkpoints.check_io(strategy.checkpoint_io)
+        if self.saver.sharded and not isinstance(strategy.checkpoint_io, ScapeCheckpointIO):
+            raise ValueError(
+                '`checkpoint_io` must be None with state_dict_type="sharded", got'
+                f" {type(strategy.checkpoint_io).__name__}: each rank writes its own part of a directory. To save in"
+                " the background, set `async_save=True`."
+            )
         alike = {
             "lightning_scape's version": __version__,
             "method": self.method.name,
-            "state_dict_type": "sharded" if self.checkpoints.sharded else "full",
-            "async_save": self.checkpoints.saver.asynchronous,
+            "state_dict_type": "sharded" if self.saver.sharded else "full",
+            "async_save": self.saver.asynchronous,
         }
         check_same_setup(Communicator(), alike)
         self.nodes.set_up(strategy.num_processes, strategy.root_device)
@@ -104,30 +114,6 @@ def register(method: str, strategy: Any, registry: Any) -> None:
     if method not in registry:
         registry.register(method, strategy)
         registry.register(f"{method}_notebook", strategy, start_method="fork")
-
-
-def resolve_config(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
-    """One configuration from a strategy's two ways of giving it.
-
-    Raises:
-        ValueError: an option is outside its rule, or is given beside ``config``.
-        TypeError: ``config`` is not one of this method, or there is no such option.
-    """
-    if config is None:
-        return kind(**options)
-    if not isinstance(config, kind):
-        first = fields(kind)[0]
-        raise TypeError(
-            f"`config` must be a {kind.__name__} or None, got {config!r}. Write"
-            f" `config={kind.__name__}({first.name}={first.default})`, or pass the options themselves by name."
-        )
-    if options:
-        raise ValueError(
-            "Options must be given by name or in `config`, not in both, got `config` and"
-            f" {', '.join(f'{option}={value!r}' for option, value in options.items())}. Drop one of the two, or use"
-            " `dataclasses.replace(config, ...)`."
-        )
-    return config
 
 
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:

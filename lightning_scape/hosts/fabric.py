@@ -22,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_scape.checkpoint.saver import set_rng_state
+from lightning_scape.checkpoint.saver import StateDictType, set_rng_state
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, find, find_all
 from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoints import StateDictType, io_of
+from lightning_scape.hosts.checkpoints import ScapeCheckpointIO
 from lightning_scape.hosts.common import (
     Common,
     StartMethod,
@@ -40,7 +39,6 @@ from lightning_scape.hosts.common import (
     start_method_of,
 )
 from lightning_scape.hosts.private_names import BackwardSyncControl, check_strictly
-from lightning_scape.hosts.schedulers import Restored
 
 
 class FabricMethodStrategy(DDPStrategy):
@@ -87,18 +85,17 @@ class FabricMethodStrategy(DDPStrategy):
             start_method=start_method_of(start_method),
         )
         self.config = self._common.config
-        self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
         self._backward_sync_control = _GradientSync()
         self.total_steps = total_steps
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
+        return self._common.nodes.mesh
 
     @override
     def _configure_launcher(self) -> None:
-        self.checkpoint_io = io_of(self._checkpoint_io)
+        self.checkpoint_io = self._checkpoint_io or ScapeCheckpointIO()
         super()._configure_launcher()
 
     @override
@@ -109,26 +106,26 @@ class FabricMethodStrategy(DDPStrategy):
         self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()  # in order
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._number = itertools.count()  # of the next optimizer: all ranks count alike
-        atexit.register(self._checkpoints.saver.finish, raising=False)  # Fabric never tears a strategy down
+        atexit.register(self._common.saver.finish, raising=False)  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.scaler = sharded_scaler(self.precision.scaler, self.root_device.type)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        if not (empty_init and self._nodes.several):
+        if not (empty_init and self._common.nodes.several):
             return super().module_init_context(empty_init)
         return two_level.on_meta(self.precision.module_init_context())
 
     @override
     def module_to_device(self, module: Module) -> None:
-        if not self._nodes.several:  # else a unit at a time is moved, in setup_module
+        if not self._common.nodes.several:  # else a unit at a time is moved, in setup_module
             super().module_to_device(module)
 
     @override
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes all ranks equal to rank 0, as DDP's constructor does; shards the module over a node's ranks."""
-        if self._nodes.several:
-            self._nodes.shard(module, self.root_device, self.precision.precision)
+        if self._common.nodes.several:
+            self._common.nodes.shard(module, self.root_device, self.precision.precision)
         else:
             start_equal(module)
         self._modules[module] = None
@@ -136,7 +133,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._nodes.follow_replaced(optimizer)
+        self._common.nodes.follow_replaced(optimizer)
         self._close_those_replaced_by(optimizer)
         named = [pair for module in self._modules for pair in module.named_parameters()]
         self._common.attach(optimizer, named)
@@ -218,13 +215,13 @@ class FabricMethodStrategy(DDPStrategy):
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         inner = two_level.within(module)
-        super().load_module_state_dict(inner, self._nodes.rows(inner, state_dict), strict=strict)
+        super().load_module_state_dict(inner, self._common.nodes.rows(inner, state_dict), strict=strict)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._checkpoints.saver.wait()
+        self._common.saver.wait()
 
     @override
     def save_checkpoint(
@@ -240,8 +237,7 @@ class FabricMethodStrategy(DDPStrategy):
 
         def dump() -> dict[str, Any]:
             own = {name: method.own_state() for name, each in state.items() if (method := find(each)) is not None}
-            given = {name: _stand_in(each) for name, each in state.items()} | own
-            return self._convert_stateful_objects_in_state(given, {})
+            return self._convert_stateful_objects_in_state({**state, **own}, {})
 
         content = Communicator().raise_on_all_ranks(dump)
 
@@ -251,7 +247,7 @@ class FabricMethodStrategy(DDPStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
 
         special = storage_options is not None or filter is not None
-        self._checkpoints.save(content, self.broadcast(str(path)), special, write)
+        self._common.saver.save(self._common.nodes.whole(content), self.broadcast(str(path)), write, special)
 
     @override
     def load_checkpoint(
@@ -263,7 +259,7 @@ class FabricMethodStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
-        content, rng = self._checkpoints.load(path, read, weights_only, ours)
+        content, rng = self._common.saver.load(path, read, weights_only, ours)
         if not state:
             return content
         wanted: dict[str, Any] = state if isinstance(state, dict) else {"": state}
@@ -275,7 +271,7 @@ class FabricMethodStrategy(DDPStrategy):
             if isinstance(value, Module):
                 self.load_module_state_dict(value, saved, strict=strict)
             elif isinstance(value, (Optimizer, Stateful)):
-                (find(value) or _stand_in(value)).load_state_dict(saved)
+                (find(value) or value).load_state_dict(saved)
             else:
                 wanted[name] = saved
         if rng is not None and ours:
@@ -299,11 +295,6 @@ class FabricMethodStrategy(DDPStrategy):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _stand_in(value: Any) -> Any:
-    """A scheduler as one that gives and takes data only; anything else as it is."""
-    return Restored(value) if isinstance(value, LRScheduler) else value
 
 
 class _GradientSync(BackwardSyncControl):

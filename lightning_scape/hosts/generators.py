@@ -58,10 +58,6 @@ class Generators(Callback):
         if self._at_once and set_up_again:
             self._set()
 
-    @override
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
-
     def begin_batches(self) -> None:
         """When the first batch is there: sets the generators for the last time, if need be."""
         if self._at_first_batch is not None:

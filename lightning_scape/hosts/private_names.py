@@ -1,22 +1,22 @@
-"""Private names of Lightning's, each with the reason. No other file uses one, but for what a strategy inherits.
+"""Private names of Lightning's, each with the reason, and how a fit puts something in their place until it ends.
 
-Those of torch's, which layers below the hosts need, stand in core/private_names.py.
+No other file uses one, but for what a strategy inherits. Those of torch's, which layers below the hosts need, stand in core/private_names.py.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 BackwardSyncControl = _BackwardSyncControl
 """Fabric asks it to hold gradients back; without one, Fabric warns in each accumulation."""
-WrappingIO = _WrappingCheckpointIO
-"""Such a plugin keeps another one inside; ours goes there if it was given none."""
 NoOptimizer = _MockOptimizer
 """What the Trainer steps where ``configure_optimizers`` returns None."""
 materialize = _materialize_distributed_module
@@ -52,6 +52,25 @@ def logged_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def skips_backward(trainer: Trainer) -> bool:
-    """Whether StochasticWeightAveraging has told the loops to run forward passes alone, to the end of the epoch."""
-    return trainer.fit_loop._skip_backward
+def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Gives an object another attribute until the stack is closed."""
+    own = vars(owner)
+    stack.callback(partial(setattr, owner, name, own[name]) if name in own else partial(own.pop, name, None))
+    setattr(owner, name, value)
+
+
+def insert(stack: ExitStack, trainer: Any, guest: Callback, first: bool = False) -> None:
+    """Inserts a callback until the stack is closed: after those that act on a batch, and before those that save.
+
+    With ``first`` before all others, which may draw random numbers, or write averages into the module. The list is a
+    new one: Lightning goes through the old one, as where LearningRateFinder loads a checkpoint.
+    """
+    callbacks = list(trainer.callbacks)
+    places = [index for index, other in enumerate(callbacks) if first or isinstance(other, Checkpoint)]
+    callbacks.insert(min(places, default=len(callbacks)), guest)
+    trainer.callbacks = callbacks
+
+    def remove() -> None:
+        trainer.callbacks = [each for each in trainer.callbacks if each is not guest]
+
+    stack.callback(remove)

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -25,10 +24,10 @@ from lightning_scape.hosts.private_names import (
     REQUEUE_HANDLER,
     SIGTERM_HANDLER,
     accumulates,
+    insert,
+    replace,
     signals,
-    skips_backward,
 )
-from lightning_scape.hosts.replaced import callbacks_of, insert, replace
 from lightning_scape.hosts.words import Words
 
 FAILING_SECONDS = 3.0
@@ -67,12 +66,8 @@ class Signals(Callback):
 
     # ------------------------------------------------------------------------------------------- batches
 
-    def before_batch(self, trainer: Trainer, batch_idx: int) -> None:
+    def before_batch(self, trainer: Trainer) -> None:
         """Says the word, once the batch is there. An epoch's end in which others do not step is heard at once."""
-        if batch_idx == 0 and skips_backward(trainer):
-            # An epoch of StochasticWeightAveraging without steps: each rank's own average is in place, and BatchNorm's
-            # statistics are measured with it.
-            end_windows(trainer)
         self._words.begin_batch(last=_ends_epoch(trainer))
         progress = trainer.fit_loop.epoch_loop.batch_progress
         for method in find_all(trainer.optimizers):  # not in the step: a module may step an optimizer that it has kept
@@ -141,11 +136,10 @@ class Signals(Callback):
         """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
         if isinstance(exception, SIGTERMException):  # all ranks end after the same batch
             return
-        saves = [each for each in callbacks_of(trainer) if isinstance(each, Checkpoint)]
-        saving = [each for each in saves if getattr(each, "save_on_exception", True)]
         self.failed_alone = not self._words.all_failed(FAILING_SECONDS)
         if not self.failed_alone:
             return
+        saving = [each for each in trainer.checkpoint_callbacks if getattr(each, "save_on_exception", True)]
         for callback in saving:
             replace(self._replaced, callback, "on_exception", lambda *_: None)
         if saving:

@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import files
+from lightning_scape.checkpoint.saver import StateDictType
 from lightning_scape.comm.collectives import Communicator, leave_groups
 from lightning_scape.core.method import Method, find
 from lightning_scape.hosts import signals, two_level
-from lightning_scape.hosts.checkpoints import StateDictType, act_together, io_of
+from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, act_together
 from lightning_scape.hosts.common import (
     Common,
     StartMethod,
@@ -41,9 +42,7 @@ from lightning_scape.hosts.common import (
     start_method_of,
 )
 from lightning_scape.hosts.generators import Generators
-from lightning_scape.hosts.private_names import NoOptimizer
-from lightning_scape.hosts.replaced import insert, replace
-from lightning_scape.hosts.schedulers import as_data, with_live
+from lightning_scape.hosts.private_names import NoOptimizer, insert, replace
 
 
 class MethodStrategy(DDPStrategy):
@@ -87,7 +86,6 @@ class MethodStrategy(DDPStrategy):
             start_method=start_method_of(start_method),
         )
         self.config = self._common.config
-        self._nodes, self._checkpoints = self._common.nodes, self._common.checkpoints
         self._methods: list[Method] = []
         """Of the fit's optimizers."""
         self._fitting = self._interrupted = False
@@ -100,7 +98,7 @@ class MethodStrategy(DDPStrategy):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
+        return self._common.nodes.mesh
 
     @property
     def _module(self) -> LightningModule:
@@ -110,7 +108,7 @@ class MethodStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self.checkpoint_io = io_of(self._checkpoint_io)
+        self.checkpoint_io = self._checkpoint_io or ScapeCheckpointIO()
         super()._configure_launcher()
 
     @override
@@ -122,29 +120,29 @@ class MethodStrategy(DDPStrategy):
         self._replaced.close()
         act_together(self._replaced, trainer, self._before_save)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._signals = signals.Signals(trainer, self._common.words, self._checkpoints.saver, self._replaced)
+            self._signals = signals.Signals(trainer, self._common.words, self._common.saver, self._replaced)
 
     @override
     def tensor_init_context(  # type: ignore[override]
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[None]:
-        if empty_init and self._nodes.several:
+        if empty_init and self._common.nodes.several:
             return two_level.on_meta(self.precision_plugin.tensor_init_context())
         return super().tensor_init_context(empty_init)
 
     @override
     def model_to_device(self) -> None:
-        if not self._nodes.several:
+        if not self._common.nodes.several:
             super().model_to_device()
             return
         # For evaluation too: the model may not fit on one rank.
-        self._nodes.shard(self._module, self.root_device, self.precision_plugin.precision)
+        self._common.nodes.shard(self._module, self.root_device, self.precision_plugin.precision)
         self.model = two_level.ThroughForward(self._module)
 
     @override
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
-        if not self._nodes.several:
+        if not self._common.nodes.several:
             start_equal(self._module)
 
     @override
@@ -177,7 +175,7 @@ class MethodStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self._signals is not None
-        self._signals.before_batch(self._module.trainer, batch_idx)
+        self._signals.before_batch(self._module.trainer)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -185,7 +183,7 @@ class MethodStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self._nodes.several and not self._module.automatic_optimization:
+        if self._common.nodes.several and not self._module.automatic_optimization:
             two_level.check_gradients_arrived(self._module)
         method = None if isinstance(optimizer, NoOptimizer) else attached(optimizer)
         with self._common.words.explaining():
@@ -224,9 +222,9 @@ class MethodStrategy(DDPStrategy):
         # After an exception the user must see it, and other ranks may never send what this one would wait for.
         quiet = suppress(Exception) if self._interrupted else nullcontext()
         with quiet, ExitStack() as parts:  # from the last one to the first, whatever becomes of each
-            parts.callback(self._tear_down_nodes if self._nodes.several else super().teardown)
+            parts.callback(self._tear_down_nodes if self._common.nodes.several else super().teardown)
             parts.callback(self._replaced.close)
-            parts.callback(self._checkpoints.saver.finish, raising=not self._interrupted)
+            parts.callback(self._common.saver.finish, raising=not self._interrupted)
             for each in self._methods:  # the user's optimizers are torch's again; they may still be saved
                 parts.callback(each.give_back)
             self._fitting, self._methods, self._signals = False, [], None
@@ -241,7 +239,7 @@ class MethodStrategy(DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._nodes.several  # before, a module on the meta device has no memory
+        return self._common.nodes.several  # before, a module on the meta device has no memory
 
     def _before_save(self) -> None:
         """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
@@ -258,26 +256,25 @@ class MethodStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
-        if "lr_schedulers" in checkpoint:
-            checkpoint["lr_schedulers"] = [as_data(state) for state in checkpoint["lr_schedulers"]]
         write = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        self._checkpoints.save(checkpoint, self.broadcast(str(filepath)), storage_options is not None, write)
+        content, path = self._common.nodes.whole(checkpoint), self.broadcast(str(filepath))
+        self._common.saver.save(content, path, write, storage_options is not None)
         if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
             self.wait_for_checkpoint()
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._checkpoints.saver.wait()
+        self._common.saver.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        checkpoint, self._saved_rng = self._checkpoints.load(checkpoint_path, read, weights_only)
+        checkpoint, self._saved_rng = self._common.saver.load(checkpoint_path, read, weights_only)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = self._nodes.rows(self._module, checkpoint["state_dict"])
+        state = self._common.nodes.rows(self._module, checkpoint["state_dict"])
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
     @override
@@ -285,9 +282,6 @@ class MethodStrategy(DDPStrategy):
         # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             (find(optimizer) or optimizer).load_state_dict(saved)
-        # Lightning hands these on to the schedulers next.
-        states, schedulers = checkpoint.get("lr_schedulers", []), [each.scheduler for each in self.lr_scheduler_configs]
-        states[:] = [with_live(*pair) for pair in zip(schedulers, states, strict=False)]
         if self._saved_rng is not None:
             self._generators, self._saved_rng = Generators(self._saved_rng), None
             insert(self._replaced, self._module.trainer, self._generators, first=True)
@@ -295,4 +289,4 @@ class MethodStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         remove = functools.partial(super().remove_checkpoint, files.local_path(filepath) or filepath)
-        self._checkpoints.saver.after(remove)
+        self._common.saver.after(remove)

@@ -47,10 +47,6 @@ class Nodes:
         """Nodes times ranks of a node, its dimensions named ``replicate`` and ``shard``."""
         self._replaced: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a strategy: its set-up makes the mesh anew."""
-        return {**vars(self), "mesh": None, "_replaced": None}
-
     @property
     def several(self) -> bool:
         """Whether a node has several ranks; known after :meth:`set_up`."""
@@ -129,6 +125,11 @@ class Nodes:
         self._replaced = WeakIdKeyDictionary() if self._replaced is None else self._replaced
         after = dict(module.named_parameters())
         self._replaced.update({before[name]: after[name] for name in before if before[name] is not after[name]})
+
+    def whole(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with whole tensors in rank 0's memory, one gathered after another. Collective over each node."""
+        found: dict[str, Any] = _whole(content) if self.several else content
+        return found
 
     def follow_replaced(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives an optimizer that was built before its module was sharded the sharded parameters."""
@@ -272,16 +273,11 @@ def within(module: nn.Module) -> nn.Module:
 # --------------------------------------------------------------------------------------------- state dicts
 
 
-def whole(content: Any, keep: bool) -> Any:
-    """A checkpoint with whole tensors in host memory, one gathered after another. Collective over each node.
-
-    Args:
-        content: dicts in it, as modules' states, may hold sharded tensors.
-        keep: whether this rank needs the result; else they are None.
-    """
+def _whole(content: Any) -> Any:
+    """With None for sharded tensors, which dicts as a module's state may hold, on ranks other than 0."""
     if type(content) in (dict, OrderedDict):  # an optimizer's own state is none of these
-        return {name: whole(value, keep) for name, value in content.items()}
+        return {name: _whole(value) for name, value in content.items()}
     if not isinstance(content, DTensor):
         return content
     tensor = content.full_tensor()
-    return tensor.detach().cpu() if keep else None
+    return tensor.detach().cpu() if torch.distributed.get_rank() == 0 else None

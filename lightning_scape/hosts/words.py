@@ -58,10 +58,6 @@ class Words:
         self.stop_heard = self.save_heard = False
         """What some rank was told, as all have heard."""
 
-    def __reduce__(self) -> tuple[type[Words], tuple[None, int]]:
-        """A copy of a strategy, or of a Trainer after a fit, is alone."""
-        return Words, (None, self.lag)
-
     def say(self, *, last: bool = False, saving: bool = False) -> None:
         """Says a word; all ranks say as many. ``last``: this rank's epoch ends. ``saving``: it is in a save."""
         facts = [self.stop, self.save, last, saving, self._waits]
