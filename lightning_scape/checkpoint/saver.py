@@ -105,26 +105,23 @@ class Saver:
         self.sharded, self.asynchronous = state_dict_type == "sharded", asynchronous
         self._pending: Future[None] | None = None
 
-    def save(
-        self, content: Mapping[Any, Any], path: str, write: Callable[[dict[Any, Any], Any], None], special: bool = False
-    ) -> None:
+    def save(self, content: Mapping[Any, Any], path: str, write: Callable[[dict[Any, Any], Any], None]) -> None:
         """Writes a checkpoint. Collective.
 
         Args:
             content: the host's checkpoint, with this rank's :class:`State` of each optimizer; rank 0's is written.
             path: the same on all ranks.
             write: writes the whole content as one file to a path, on rank 0.
-            special: whether options of one file were given.
 
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
             ValueError: ranks save other optimizers, or a directory cannot be there.
         """
         local = files.local_path(path)
-        if self.sharded and (special or local is None):
+        if self.sharded and local is None:
             raise ValueError(
-                'With state_dict_type="sharded" a checkpoint must be at a path that all machines share, without'
-                f' `storage_options` and `filter`, got {path!r}. Save it with state_dict_type="full".'
+                'With state_dict_type="sharded" a checkpoint must be at a path that all machines share, got'
+                f' {path!r}. Save it with state_dict_type="full".'
             )
         self.wait()
         states: dict[Where, State] = {}

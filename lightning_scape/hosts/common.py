@@ -85,20 +85,18 @@ class Common:
     def attach_all(self, optimizers: Sequence[Optimizer], module: Module, former: Iterable[Method]) -> list[Method]:
         """Puts all of a module's optimizers under the method, in place of those it had before. Collective."""
         check_same_setup(Communicator(), {"optimizers": [type(unwrapped(each)).__name__ for each in optimizers]})
-        if not self.method.exchanges_every_step:
-            check_apart(optimizers)
+        trained = [id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        if not self.method.exchanges_every_step and len({*trained}) < len(trained):
+            raise ValueError(
+                "With local steps each parameter must have one optimizer, got one that two train: at an exchange each"
+                " would undo what the other has done. Give it to one of them, or take ScapeStrategy."
+            )
         before = {id(each.optimizer): each for each in former}
         for gone in [before[place] for place in before if place not in map(id, optimizers)]:
             gone.finish()
             gone.close()
         names = list(module.named_parameters())
         return [before.get(id(each)) or self.attach(each, names) for each in optimizers]
-
-    def make_alike(self, modules: Iterable[Module], methods: Iterable[Method]) -> None:
-        """Before a validation, a save and the end: rank 0's buffers for all, and equal replicas. Collective."""
-        share_buffers(modules)
-        for each in methods:
-            each.check_replicas()
 
 
 def start_method_of(given: StartMethod | None) -> StartMethod:
@@ -193,8 +191,8 @@ def start_equal(module: Module) -> None:
     broadcast_tensors(state)
 
 
-def share_buffers(modules: Iterable[Module]) -> None:
-    """Overwrites the modules' buffers with rank 0's, but for those that DDP was told to leave alone. Collective.
+def make_alike(modules: Iterable[Module], methods: Iterable[Method]) -> None:
+    """Gives all ranks rank 0's buffers, but for those that DDP was told to leave alone; compares replicas. Collective.
 
     Those that a module updates from its own batch (BatchNorm's statistics) DDP hands on before each forward pass. Here
     each rank trains on with its own. Before a validation, a save and the end all take rank 0's, so that what is
@@ -206,13 +204,5 @@ def share_buffers(modules: Iterable[Module]) -> None:
         for name, buffer in module.named_buffers()
         if not isinstance(buffer, DTensor) and name not in getattr(module, IGNORED_BY_DDP, ())
     )
-
-
-def check_apart(optimizers: Iterable[Optimizer]) -> None:
-    """Raises ``ValueError`` where two optimizers train one parameter, for a method with local steps."""
-    trained = [id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]]
-    if len(set(trained)) < len(trained):
-        raise ValueError(
-            "With local steps each parameter must have one optimizer, got one that two train: at an exchange each would"
-            " undo what the other has done. Give it to one of them, or take ScapeStrategy."
-        )
+    for each in methods:
+        each.check_replicas()

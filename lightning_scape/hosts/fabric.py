@@ -33,6 +33,7 @@ from lightning_scape.hosts.common import (
     Common,
     StartMethod,
     attached,
+    make_alike,
     refuse_to_clip_by_value,
     sharded_scaler,
     start_equal,
@@ -174,7 +175,7 @@ class FabricMethodStrategy(DDPStrategy):
         return find_all(by_number[number] for number in sorted(everywhere))
 
     def _make_alike(self) -> None:
-        self._common.make_alike(list(self._modules), self._methods())
+        make_alike(list(self._modules), self._methods())
 
     @override
     def clip_gradients_norm(
@@ -231,23 +232,21 @@ class FabricMethodStrategy(DDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank.
+
+        ``filter`` leaves out nothing of the optimizers' states.
+        """
         self._common.words.before_save()
         self._make_alike()
 
         def dump() -> dict[str, Any]:
             own = {name: method.own_state() for name, each in state.items() if (method := find(each)) is not None}
-            return self._convert_stateful_objects_in_state({**state, **own}, {})
+            others = {name: each for name, each in state.items() if name not in own}
+            return self._convert_stateful_objects_in_state(others, filter or {}) | own
 
         content = Communicator().raise_on_all_ranks(dump)
-
-        def write(whole: dict[str, Any], path: Any) -> None:
-            for name, keep in (filter or {}).items():
-                whole[name] = {key: value for key, value in whole[name].items() if keep(key, value)}
-            self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
-
-        special = storage_options is not None or filter is not None
-        self._common.saver.save(self._common.nodes.whole(content), self.broadcast(str(path)), write, special)
+        write = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
+        self._common.saver.save(self._common.nodes.whole(content), self.broadcast(str(path)), write)
 
     @override
     def load_checkpoint(

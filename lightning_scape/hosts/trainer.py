@@ -37,6 +37,7 @@ from lightning_scape.hosts.common import (
     StartMethod,
     attached,
     clip_gradients,
+    make_alike,
     sharded_scaler,
     start_equal,
     start_method_of,
@@ -208,7 +209,7 @@ class MethodStrategy(DDPStrategy):
 
     def _make_alike(self) -> None:
         if self._fitting:
-            self._common.make_alike([self._module], self._methods)
+            make_alike([self._module], self._methods)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -257,8 +258,7 @@ class MethodStrategy(DDPStrategy):
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         write = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        content, path = self._common.nodes.whole(checkpoint), self.broadcast(str(filepath))
-        self._common.saver.save(content, path, write, storage_options is not None)
+        self._common.saver.save(self._common.nodes.whole(checkpoint), self.broadcast(str(filepath)), write)
         if not self._fitting:  # nothing trains meanwhile: the caller expects the file to be there
             self.wait_for_checkpoint()
 
