@@ -88,9 +88,9 @@ def _beside(process_group: ProcessGroup | None) -> _Beside:
 
 
 def group_beside(process_group: ProcessGroup | None, kind: str) -> ProcessGroup | None:
-    """A second group over the same ranks, whose messages never meet those of the first. It waits as long.
+    """A second group over the same ranks, whose messages never meet those of the first.
 
-    The first call for a kind is collective. None where there is nobody to talk to.
+    It waits as long as the default group. The first call for a kind is collective. None where nobody is to talk to.
 
     Args:
         process_group: None is the default group.
@@ -103,7 +103,7 @@ def group_beside(process_group: ProcessGroup | None, kind: str) -> ProcessGroup 
         groups[kind] = dist.new_group(
             None if process_group is None else dist.get_process_group_ranks(process_group),
             backend=None if kind in ("masks", "steps") else "gloo",
-            timeout=group_timeout(process_group or dist.group.WORLD),
+            timeout=group_timeout(dist.group.WORLD),
             use_local_synchronization=process_group is not None,  # else every rank of the job would have to call
         )
     return groups[kind]
@@ -121,17 +121,6 @@ def leave_groups(alone: bool) -> None:
         with contextlib.suppress(RuntimeError):
             dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS).wait(timedelta(seconds=0.01))  # type: ignore[union-attr]
     _all_beside.clear()
-
-
-def new_node_groups(size: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """The ranks of this rank's node, and the ranks at its place in all nodes: two new groups. All ranks must call.
-
-    Example: 6 ranks in nodes of ``size`` 3 give rank 4 the groups of ranks 3, 4, 5 and of ranks 1, 4.
-    """
-    timeout, places = group_timeout(dist.group.WORLD), [[*range(place, world_size(), size)] for place in range(size)]
-    inside, _ = dist.new_subgroups(size, timeout=timeout)
-    across, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
-    return inside, across
 
 
 def on_thread(group: ProcessGroup, act: Callable[[], None]) -> Callable[[], None]:

@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_scape.comm.collectives import ProcessGroup, broadcast_tensors, new_node_groups, world_size
+from lightning_scape.comm.collectives import ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.core.local_shards import local, note_uses
 from lightning_scape.core.private_names import IGNORED_BY_DDP
 from lightning_scape.hosts.private_names import materialize
@@ -79,11 +79,8 @@ class Nodes:
             return
         meshes = _meshes.setdefault(cast(ProcessGroup, torch.distributed.group.WORLD), {})
         if (size, device.type) not in meshes:
-            inside, across = new_node_groups(size)
-            grid = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, size)
-            names = ("replicate", "shard")
-            mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
-            meshes[size, device.type] = mesh
+            grid, names = (ranks // size, size), ("replicate", "shard")
+            meshes[size, device.type] = init_device_mesh(device.type, grid, mesh_dim_names=names)
         self.mesh = meshes[size, device.type]
 
     def shard(self, module: nn.Module, device: torch.device, precision: str) -> None:
