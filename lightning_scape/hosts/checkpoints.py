@@ -38,8 +38,6 @@ class ScapeCheckpointIO(TorchCheckpointIO):
         if (local := files.local_path(path)) is None:
             safe = weights_only is not False  # which Lightning does not ask of a store
             return super().load_checkpoint(path, map_location, weights_only=safe)
-        if not local.exists():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         loaded: dict[str, Any] = files.load_file(local, weights_only, map_location=map_location)
         return loaded
 
