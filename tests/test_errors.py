@@ -320,7 +320,7 @@ def build_apart(rank: int, world_size: int, method: str, kind: str, path: str) -
         ("scape", "none", "the number of optimizers is 1 on rank 0 and 0 on rank 1"),
         ("sparseloco", "another optimizer", "optimizers[0] is 'AdamW' on rank 0 and 'SGD' on rank 1"),
         ("scape", "another option", "async_save is False on rank 0 and True on rank 1"),
-        ("scape", "another checkpoint", "on rank 0 and none on rank 1"),
+        ("scape", "another checkpoint", "on rank 0 and None on rank 1"),
     ],
 )
 def test_what_ranks_set_up_apart_is_an_error_on_all(

@@ -29,7 +29,7 @@ from lightning_scape.checkpoint.shards import (
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
-from lightning_scape.core.replicas import by_rank, check_same_setup
+from lightning_scape.core.replicas import check_same_setup, difference
 from lightning_scape.core.words import with_plain_numbers
 
 StateDictType = Literal["full", "sharded"]
@@ -71,12 +71,15 @@ def agreed(path: str | Path | None, ranks: Communicator) -> Path | None:
         CheckpointError: ranks load different ones, or some load none; on every rank.
     """
     local = None if path is None else files.local_path(path)
-    kind = "a directory" if local is not None and local.is_dir() else "a file"
-    said = ranks.all_gather_object("none" if path is None else f"{kind}, {str(local or path)!r}")
-    if len({*said}) > 1:
+    mine = {
+        "the path": None if path is None else str(local or path),
+        "being a directory": bool(local and local.is_dir()),
+    }
+    found = difference(dict(enumerate(ranks.all_gather_object(mine))))
+    if found is not None:
         raise files.CheckpointError(
-            f"All ranks must load the same checkpoint, got {by_rank(dict(enumerate(said)))}. Save to a file system that"
-            " all machines share, and give all ranks the same path."
+            f"All ranks must load the same checkpoint, got a difference: {found}. Save to a file system that all"
+            " machines share, and give all ranks the same path."
         )
     return local
 

@@ -1,6 +1,7 @@
 """Private names of Lightning's, each with the reason, and how a fit puts something in their place until it ends.
 
-No other file uses one, but for what a strategy inherits. Those of torch's, which layers below the hosts need, stand in core/private_names.py.
+No other file uses one, but for what a strategy inherits. Those of torch, which layers below the hosts need, stand in
+core/private_names.py.
 """
 
 from __future__ import annotations
