@@ -25,13 +25,8 @@ from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_j
 C = TypeVar("C", bound=Communicator)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a rank holds only a part of the tensor."""
-    return isinstance(tensor, DTensor)
-
-
 def local(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, in their own memory; a plain tensor itself."""
+    """The rows that this rank holds, in their own memory; what is not sharded, itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     # With gradients enabled each call would give another object. A step asks some hundred times, and switching them

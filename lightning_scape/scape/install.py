@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_scape.checkpoint.shards import collect, not_collected
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.local_shards import is_sharded
+from lightning_scape.core.local_shards import local
 from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, entry, refuse_plain_scaler
 from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.scape import saved
@@ -70,7 +70,7 @@ def check_convertible(optimizer: Optimizer) -> None:
                 f"`weight_decay` of Adam must be 0, got {group['weight_decay']}: there it is an L2 term in the"
                 " gradient, and SCAPE decays weights decoupled. Use torch.optim.AdamW, or set it to 0."
             )
-    if any(is_sharded(value) for entry in optimizer.state.values() for value in entry.values()):
+    if any(local(value) is not value for entry in optimizer.state.values() for value in entry.values()):
         raise ValueError(
             "An optimizer over sharded parameters must not have stepped yet, got one with state. Build the"
             " ScapeOptimizer first, then load the checkpoint into it."
