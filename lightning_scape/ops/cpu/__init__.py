@@ -79,7 +79,7 @@ def sweep(work: naive.Sweep) -> None:
     if work.grads is not None:
         shares = [(1.0, 0.0)] if second is None else [(1 - weight, weight / second.ranks) for weight in second.weights]
         moments = _or_empty(None if second is None else second.exp_avg_sq)
-        state = np.array(shares, np.float32), _array(residual), moments, _array(scale.reshape(-1))
+        state = np.array(shares, np.float32).reshape(-1, 2), _array(residual), moments, _array(scale.reshape(-1))
         for table, like in _tables(pieces, work.grads, [piece.numel for piece in pieces]):
             _in_parallel(functools.partial(loops.fold, table, *state, like), int(table[:, 3].sum()))
     if values is None:
