@@ -106,14 +106,18 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     ) -> None:
         groups = self.optimizer.param_groups
         parameters = Parameters(groups, named_parameters)
-        given = [parameter for group in groups for parameter in group["params"]]  # frozen ones included
         comm, node = communicator, Communicator.alone()
         if comm is None:
-            comm, node = local_shards.communicators(ScapeCommunicator, given, process_group)
+            comm, node = local_shards.communicators(ScapeCommunicator, parameters.tensors, process_group)
         problem = parameters.problem(groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
-        setup = _describe(config, parameters, groups)
+        setup = {
+            "lightning_scape's version": __version__,
+            "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
+            "parameters (group, shape, strides, dtype)": parameters.describe(),
+            **settings(groups, HYPERPARAMETERS),
+        }
         check_same_setup(local_shards.everyone(comm, node), setup, problem, node.rank)
         self.communicator = comm
         install.install(self.optimizer, Engine(parameters, config, comm, node))
@@ -380,13 +384,3 @@ def _with_update(config: Any, update: Update) -> ScapeConfig:
     if not isinstance(config, ScapeConfig):
         raise TypeError(f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...).")
     return config if config.update is not None else replace(config, update=update)
-
-
-def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must be the same on all ranks."""
-    return {
-        "lightning_scape's version": __version__,
-        "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
-        "parameters (group, shape, strides, dtype)": parameters.describe(),
-        **settings(groups, HYPERPARAMETERS),
-    }
