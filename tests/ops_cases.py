@@ -186,6 +186,7 @@ def sweeps() -> Iterator[Case]:
         "odd numbers, everything": sweep_of(None, None, odd=True),
         "length 250": sweep_of(1, 25, length=250, sizes=(1253, 500, 7), second=True),
         "length 16": sweep_of(0, 16, length=16, sizes=(83, 32, 7)),
+        "a shard of pads alone": sweep_of(1, 2, second=True, sizes=(5,)),
     }
     for name, work in made.items():
         yield Case("sweep", name, (work,))
