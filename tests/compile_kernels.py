@@ -114,6 +114,8 @@ def record() -> dict[str, Launch]:
         flats, mask = [torch.zeros(300, dtype=torch.bfloat16)], torch.zeros(3, 1, dtype=torch.uint8)
         entries = ops.ParamEntries(flats, pieces, mask, 100)  # what a narrower parameter loses to rounding
         ops.scatter_params(entries, torch.zeros(3, 1), True, torch.ones(()), torch.zeros(3, 100))
+        for length in (200, 256, 1000, 4096):
+            ops.unpack_mask(torch.zeros(3, -(-length // 8), dtype=torch.uint8), length // 4, length)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for dtype in (torch.float32, torch.bfloat16):

@@ -84,6 +84,9 @@ def selections() -> Iterator[Case]:
     yield Case("select", "long blocks", (awkward(2, 5000), 3), "cuda")
     yield Case("select", "nothing", (torch.zeros(0, 200), 2))
     yield Case("select", "rows apart", (awkward(9, 300)[:, :200], 2), "cpu cuda")
+    for rows, length, sent in [(23, 200, 30), (9, 250, 249), (70, 100, 100), (9, 8, 1), (3, 1000, 70), (2, 5000, 900)]:
+        bits = ops.pack_mask(mask_of(rows, length, sent), length)
+        yield Case("unpack_mask", f"{sent} of {length}", (bits, sent, length), "cuda" if length > 4096 else "")
 
 
 def sketches() -> Iterator[Case]:

@@ -157,10 +157,11 @@ def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimi
     ("shapes", "names", "kind", "complaint"),
     [
         ([(3, 4), (6,), (6,)], "abc", torch.optim.AdamW, r"shapes must be \(3, 4\) for 'a', got \(4, 3\)"),
+        ([(4, 3), (6,), (6,)], "acb", torch.optim.AdamW, "got 'c' as number 1, which was 'b' there"),
         ([(4, 3), (6,), (6,)], "abc", torch.optim.SGD, "got one of AdamW, and SparseLoCo wraps SGD"),
     ],
 )
-def test_a_state_of_other_shapes_or_optimizer_is_refused_and_changes_nothing(
+def test_a_state_of_other_shapes_order_or_optimizer_is_refused_and_changes_nothing(
     shapes: list[tuple[int, ...]], names: str, kind: Any, complaint: str
 ) -> None:
     saved: Any = _of([(4, 3), (6,), (6,)], "abc", torch.optim.AdamW)

@@ -94,6 +94,7 @@ def facts_of(parameters: Parameters) -> dict[str, Any]:
     """What a state says of its parameters, by number."""
     known = list(zip(parameters.indices, parameters.tensors, strict=True))
     return {
+        "names": dict(zip(parameters.indices, parameters.names, strict=True)),
         "shapes": {index: list(parameter.shape) for index, parameter in known},
         "strides": {index: list(parameter.stride()) for index, parameter in known},
     }
@@ -109,6 +110,7 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
     Raises:
         ValueError: it is not; names the first difference.
     """
+    places = dict(zip(map(_plain, parameters.names), parameters.indices, strict=True))
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index not in facts["shapes"]:
             continue
@@ -117,6 +119,17 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
                 raise ValueError(
                     f"The state's {what} must be {now} for {name!r}, got {then}. Load it into the same model."
                 )
+        then = _plain(facts["names"][index])
+        if places.get(then, index) != index and "parameter " not in then:  # a number in place of a name
+            raise ValueError(
+                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {then!r}"
+                " there. Build the optimizer over the parameters in the same order."
+            )
+
+
+def _plain(name: str) -> str:
+    """A parameter's name, whatever has wrapped the module."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: Collection[str]) -> list[str]:

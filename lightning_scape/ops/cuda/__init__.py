@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_scape.ops.cuda.gradients import sketch  # noqa: F401
 from lightning_scape.ops.cuda.launch import DTYPES
-from lightning_scape.ops.cuda.residual import select, sweep  # noqa: F401
+from lightning_scape.ops.cuda.residual import select, sweep, unpack_mask  # noqa: F401
 from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_shard  # noqa: F401
 from lightning_scape.ops.cuda.wire import dequantize, pack_values  # noqa: F401
 

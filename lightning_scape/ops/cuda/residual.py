@@ -1,4 +1,4 @@
-"""Triton kernels on the residual: one ranks its entries, one does all of a rank's work on a region in one pass."""
+"""Triton kernels on residual and masks: ranking, reading a mask, and all of a rank's work on a region in one pass."""
 
 import math
 from collections.abc import Sequence
@@ -76,6 +76,53 @@ def select(statistic: Tensor, sent: int) -> Tensor:
         LENGTH=length,
         LOW=low,
         KEPT_BITS=MAGNITUDE_BITS & ~low,
+        ROWS=rows,
+        BLOCK=block,
+        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        num_warps=max(1, block // _SELECT_TILE),
+    )
+    return chosen
+
+
+@triton.jit(do_not_specialize=["sent"])
+def _unpack_kernel(
+    bits,
+    chosen,
+    rows,
+    sent,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (position < LENGTH)[None, :]
+    byte = tl.load(bits + row[:, None] * WIDTH + (position // 8)[None, :], mask=inside, other=0).to(tl.int32)
+    bit = (byte >> (position % 8)[None, :]) & 1
+    place = tl.cumsum(bit, axis=1) - 1
+    taken = inside & (bit != 0) & (place < sent)
+    value = tl.broadcast_to(position[None, :], [ROWS, BLOCK])
+    tl.store(chosen + row[:, None] * sent + place, value.to(OUT), mask=taken)
+
+
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """See :func:`naive.unpack_mask`. One launch."""
+    if length > _LONGEST_ROW:
+        raise Declined
+    chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device=bits.device)
+    block = _row_width(length)
+    rows = max(1, _SELECT_TILE // block)
+    launching.launch(
+        _unpack_kernel,
+        triton.cdiv(len(bits), rows),
+        bits,
+        chosen,
+        len(bits),
+        sent,
+        WIDTH=bits.shape[1],
+        LENGTH=length,
         ROWS=rows,
         BLOCK=block,
         OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,

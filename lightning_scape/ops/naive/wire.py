@@ -266,6 +266,7 @@ def pack_mask(mask: Tensor, length: int) -> Tensor:
     return torch.cat(packed)
 
 
+@operation
 def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
     """The reverse of :func:`pack_mask`; positions come in ascending order.
 
