@@ -119,10 +119,10 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
                 raise ValueError(
                     f"The state's {what} must be {now} for {name!r}, got {then}. Load it into the same model."
                 )
-        then = _plain(facts["names"][index])
-        if places.get(then, index) != index and "parameter " not in then:  # a number in place of a name
+        theirs = _plain(facts["names"][index])
+        if places.get(theirs, index) != index and "parameter " not in theirs:  # a number in place of a name
             raise ValueError(
-                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {then!r}"
+                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
                 " there. Build the optimizer over the parameters in the same order."
             )
 
