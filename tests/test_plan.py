@@ -96,8 +96,8 @@ def test_seconds_are_near_those_measured_between_two_hosts() -> None:
             predicted[method] = plan.ddp_seconds(compute, messages) if method.startswith("ddp") else local
             errors.append(abs(predicted[method] / cell[method][0] - 1))
         measured = {method: cell[method][0] for method in predicted}
-        fastest = [min(each, key=each.__getitem__).partition("-")[0] for each in (predicted, measured)]
-        assert fastest[0] in ("ddp", fastest[1])
+        named = min(predicted, key=predicted.__getitem__)
+        assert named.startswith("ddp") or measured[named] < 1.1 * min(measured.values())  # as `plan` advises
     assert len(cells) >= 5
     assert median(errors) < 0.07
 
