@@ -21,10 +21,7 @@ _Strategy = TypeVar("_Strategy", bound=type[Any])
 
 
 def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy], _Strategy]:
-    """Gives a strategy the fields of a configuration as arguments, the first one also by place, and registers it.
-
-    They overrule those of ``config``.
-    """
+    """Gives a strategy a configuration's fields, the first one also by place, in front of ``config``; registers it."""
     main, *others = inspect.signature(kind, eval_str=True).parameters.values()
 
     def decorate(strategy: _Strategy) -> _Strategy:
@@ -40,8 +37,7 @@ def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy],
             if len(given) == len(arguments.parameters):  # by a parser, which fills in defaults
                 given = {of: each for of, each in given.items() if each != arguments.parameters[of].default}
             own = {each.name: given.pop(each.name) for each in (main, *others) if each.name in given}
-            whole = given.get("config") or kind()
-            of_host(**given | {"config": replace(whole, **own) if own else whole})
+            of_host(**given | {"config": replace(given.get("config") or kind(), **own)})
 
         # What help(), a documentation and LightningCLI's parser go by.
         init.__signature__ = arguments  # type: ignore[attr-defined]
