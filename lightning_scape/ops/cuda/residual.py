@@ -275,7 +275,7 @@ def sweep(work: Sweep) -> None:
     for rows in work.region.rows:  # those behind the last piece hold pads only
         values[max(filled, rows.start) : rows.stop] = 0
     if work.message is not None:  # a group has values of more rows than a program
-        each = len(residual) // len(work.message)
+        each = max(1, len(residual) // len(work.message))  # a rank of a node may hold no rows
         for rows in work.region.rows:
             part = work.message[rows.start // each : rows.stop // each]
             pack_values(residual[rows], cut(work.mask, rows), values[rows], part)
