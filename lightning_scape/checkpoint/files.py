@@ -136,8 +136,8 @@ def _remove_left(partials: list[Path], folder: int) -> None:
         dead = 0.0
     except OSError:  # a file system without locks
         dead = time.time() - _LONG_AGO
-    with contextlib.suppress(OSError):  # another save has removed it
-        for partial in partials:
+    for partial in partials:
+        with contextlib.suppress(OSError):  # another save has removed it
             if partial.stat().st_mtime < dead:
                 remove(partial)
     with contextlib.suppress(OSError):
