@@ -63,13 +63,6 @@ def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor
     return norms(parts).square().sum().view(1) if parts else torch.zeros(1, dtype=torch.float32, device=device)
 
 
-def _measure(grads: Sequence[Tensor | None], device: torch.device, sketched: bool) -> Tensor:
-    """fp32, to be summed over ranks: a sketch of all gradients together, or their squared norm ``[1]``."""
-    if sketched:
-        return ops.sketch(grads, _signs(device), SKETCH_WIDTHS)
-    return squared_norm(grads, device)
-
-
 def digest_of(facts: Facts, ranks: int) -> Tensor:
     """fp32 ``[DIGITS]``, on the CPU."""
     bits = 24 - (ranks - 1).bit_length()
@@ -142,14 +135,15 @@ class Opening:
             max_norm: bound of the norm; None: no clipping is asked for.
 
         Raises:
-            ValueError: something is wrong with the groups, or with this rank's gradients.
+            ValueError: a number of the groups breaks a rule; on every rank. Or a gradient is sparse, or groups train
+                other parameters than before; on this rank alone, before it sends anything.
         """
         self._parameters.check_groups(groups)
         grads = self._parameters.flat_gradients()
         if self.answer is None or max_norm is not None:
-            sketched = max_norm is not None and self._width > 1
+            sketched, device = max_norm is not None and self._width > 1, self._parameters.device
             given = [has_gradient(parameter) for parameter in self._parameters.tensors]
-            measured = _measure(grads, self._parameters.device, sketched)
+            measured = ops.sketch(grads, _signs(device), SKETCH_WIDTHS) if sketched else squared_norm(grads, device)
             self.answer = self.exchange(measured, given, self._facts(groups, calls, max_norm))
         if (problem := problem_of_groups(groups)) is not None:  # on all ranks, for they have the same
             raise ValueError(problem)

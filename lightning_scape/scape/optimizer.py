@@ -371,8 +371,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         moments. Each with a warning that says so. This run's options hold, and a warning names those that were others.
 
         Raises:
-            ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
-                package. Nothing has been changed then.
+            ValueError: parameters or groups differ in number, order or shape. Nothing has been changed then.
             OSError: a directory cannot be read; on every rank.
         """
         parts = isinstance(state_dict, State)

@@ -174,7 +174,7 @@ class Engine:
         told, arrived, facts = verdict
         if arrived is not None:
             arrived.synchronize()
-        taken, together = told.tolist()
+        taken, together = told.tolist()  # in host memory
         if not together:
             raise apart(self.comm, self.node, facts)
         if taken:

@@ -323,8 +323,8 @@ class SparseLoCo(Method):
         Load the model first: inside a window its parameters are another rank's.
 
         Raises:
-            ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
-                format is newer than this package. Nothing has been changed then.
+            ValueError: parameters differ in number, order or shape, or the inner optimizer is of another class. Nothing
+                has been changed then.
         """
         self._loaded, self._loading = self._read(state_dict), True
         try:

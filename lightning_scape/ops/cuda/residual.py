@@ -17,7 +17,7 @@ from lightning_scape.ops.naive import Sweep, cut, position_dtype
 from lightning_scape.ops.naive.masks import MAGNITUDE_BITS
 
 _SELECT_TILE = 1024
-"""Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
+"""Entries of whole rows that a warp holds in registers where it makes a mask; several warps share longer rows."""
 _LONGEST_ROW = 4096
 """Longer blocks are left to the definition."""
 _SELECTED_BY_TURNS = 32
@@ -62,26 +62,9 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     if sent > _SELECTED_BY_TURNS or length > _LONGEST_ROW:
         raise Declined
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    low, block = (1 << (length - 1).bit_length()) - 1, _row_width(length)
-    rows = max(1, _SELECT_TILE // block)
-    launching.launch(
-        _select_kernel,
-        triton.cdiv(blocks, rows),
-        statistic.view(torch.int32),
-        chosen,
-        blocks,
-        sent,
-        STRIDE=statistic.stride(0),
-        LENGTH=length,
-        LOW=low,
-        KEPT_BITS=MAGNITUDE_BITS & ~low,
-        ROWS=rows,
-        BLOCK=block,
-        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
-        num_warps=max(1, block // _SELECT_TILE),
-    )
-    return chosen
+    low = (1 << (length - 1).bit_length()) - 1
+    made_of = {"STRIDE": statistic.stride(0), "LOW": low, "KEPT_BITS": MAGNITUDE_BITS & ~low}
+    return _choose(_select_kernel, statistic.view(torch.int32), blocks, sent, length, **made_of)
 
 
 @triton.jit(do_not_specialize=["sent"])
@@ -111,17 +94,22 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
     """See :func:`naive.unpack_mask`. One launch."""
     if length > _LONGEST_ROW:
         raise Declined
-    chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device=bits.device)
+    return _choose(_unpack_kernel, bits, len(bits), sent, length, WIDTH=bits.shape[1])
+
+
+def _choose(kernel: Any, source: Tensor, blocks: int, sent: int, length: int, **meta: int) -> Tensor:
+    """A mask ``[blocks, sent]`` of blocks of ``length`` entries, from a kernel that takes whole rows of its source."""
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=source.device)
     block = _row_width(length)
     rows = max(1, _SELECT_TILE // block)
     launching.launch(
-        _unpack_kernel,
-        triton.cdiv(len(bits), rows),
-        bits,
+        kernel,
+        triton.cdiv(blocks, rows),
+        source,
         chosen,
-        len(bits),
+        blocks,
         sent,
-        WIDTH=bits.shape[1],
+        **meta,
         LENGTH=length,
         ROWS=rows,
         BLOCK=block,
