@@ -37,7 +37,8 @@ def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy],
             if len(given) == len(arguments.parameters):  # by a parser, which fills in defaults
                 given = {of: each for of, each in given.items() if each != arguments.parameters[of].default}
             own = {each.name: given.pop(each.name) for each in (main, *others) if each.name in given}
-            of_host(**given | {"config": replace(given.get("config") or kind(), **own)})
+            whole = given.get("config") or kind()
+            of_host(**given | {"config": replace(whole, **own) if own else whole})
 
         # What help(), a documentation and LightningCLI's parser go by.
         init.__signature__ = arguments  # type: ignore[attr-defined]
