@@ -120,7 +120,7 @@ def stopped(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for_requeue(job)
     wait(functools.partial(trains, log, 2), "the job trains again", 150)
-    cluster.run("scontrol", "update", f"jobid={job}", "EndTime=now")
+    cluster.run("scontrol", "update", f"jobid={job}", "EndTime=now+5")  # `now` may be over when it arrives
     cluster.wait_for_requeue(jobs["signal"].job, TimeLimit="60")  # else the signal comes again, before the ranks train
     return jobs
 
