@@ -567,6 +567,19 @@ def test_weights_written_alike_on_all_ranks_are_where_training_goes_on(
         assert sent > 1  # they travel whole
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_one_rank_goes_on_from_what_was_written_whatever_its_outer_step(at: int) -> None:
+    net = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    SparseLoCo(optimizer, sync_every=2, outer_lr=0.5)
+    for step in range(4):
+        if step == at:
+            nn.init.constant_(net.weight, 3.0)
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.step()
+    assert (net.weight == 3.0).all()
+
+
 def _average_at_the_end(rank: int, world_size: int, in_window: bool) -> tuple[Tensor, Tensor]:
     """Each rank's own average of its steps is written after the last one."""
     net = model()

@@ -117,6 +117,15 @@ def test_a_state_of_the_inner_optimizer_alone_begins_a_window() -> None:
     plain.load_state_dict(loco.state_dict())
 
 
+def test_a_state_saved_in_inference_mode_before_the_first_step_can_be_trained() -> None:
+    """Under the Trainer callbacks save inside a validation."""
+    net, optimizer, loco = build()
+    with torch.inference_mode():
+        loco.state_dict()
+    go_on(net, optimizer, 0, 0, 3)
+    assert loco.progress.exchanges == 1
+
+
 def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     net, optimizer, loco = build()
     go_on(net, optimizer, 0, 0, 4)

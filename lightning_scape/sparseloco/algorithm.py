@@ -337,7 +337,7 @@ class Algorithm:
         In a window versions tell (not of a write through ``.data``, which raises none); at its beginning values do.
         """
         seen, progress = self._seen, self.progress
-        if self.state is None or self.comm.world_size == 1:
+        if self.state is None:
             return
         self.note()
         if progress.in_window:

@@ -304,6 +304,7 @@ class SparseLoCo(Method):
         return saved.whole_state(state)
 
     @override
+    @entry
     def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing after the first step."""
         self.algorithm.begin()
