@@ -308,12 +308,12 @@ class Algorithm:
         Args:
             places: of some; None is all.
         """
-        for piece in self.layout.everything().pieces:
-            if places is None or piece.segment.index in places:
-                first, flat = piece.of_blocks(self.layout.block_size).start, self.parameters.flat[piece.segment.index]
+        for piece in self.layout.pieces:
+            if places is None or piece.index in places:
+                first, flat = piece.of_blocks(self.layout.block_size).start, self.parameters.flat[piece.index]
                 for begin in range(0, len(flat), self._chunk):
                     part = flat[begin : begin + self._chunk]
-                    yield piece.segment.index, slice(first + begin, first + begin + len(part)), part
+                    yield piece.index, slice(first + begin, first + begin + len(part)), part
 
     def _rows(self) -> Iterator[slice]:
         """All blocks, in parts."""

@@ -103,7 +103,7 @@ def _tables(
     A table ``[n, 5]`` of pieces: address in the flat tensor (0: none), first row, entries of all before, own, and which
     piece it is; and an array that is like the flat tensors.
     """
-    given = [flats[piece.segment.index] for piece in pieces]
+    given = [flats[piece.index] for piece in pieces]
     dtypes = list(dict.fromkeys(flat.dtype for flat in given if flat is not None)) or [torch.float32]
     for dtype in dtypes:
         rows = [

@@ -169,7 +169,7 @@ def sweep(work: Sweep) -> None:
     residual, scale, values, second = work.residual, work.scale, work.values, work.second_moment
     if work.grads is not None:
         for place, piece in enumerate(work.region.pieces):
-            grad, inside = work.grads[piece.segment.index], piece.of_blocks(residual.shape[1])
+            grad, inside = work.grads[piece.index], piece.of_blocks(residual.shape[1])
             factor = cut(scale, piece.row)
             if grad is not None:
                 grad = grad[piece.of_parameter]
