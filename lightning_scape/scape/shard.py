@@ -42,7 +42,7 @@ class Shard:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.packed = config.packed and layout.world_size > 1
         """Whether values and changes of parameters travel, in 4 bits; else values of both."""
-        self.keeps_masters = not self.packed and parameters.need_masters
+        self.keeps_masters = not self.packed and {p.dtype for p in parameters.tensors} != {parameters.state_dtype}
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
         packed, it keeps what parameters lack, in ``change_error``."""
 

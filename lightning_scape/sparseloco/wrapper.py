@@ -20,7 +20,7 @@ from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
-from lightning_scape.sparseloco.algorithm import Algorithm, ExchangeStats, LocoState
+from lightning_scape.sparseloco.algorithm import Algorithm, ExchangeStats
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 
 _NAME = "_lightning_scape_sparseloco"
@@ -167,11 +167,6 @@ class SparseLoCo(Method):
             return optimizer
         return vars(optimizer).get(_NAME) if isinstance(optimizer, torch.optim.Optimizer) else None
 
-    @property
-    def state(self) -> LocoState | None:
-        """Made at the first step, or by a load."""
-        return self.algorithm.state
-
     # ------------------------------------------------------------------------------------------- the loop
 
     @entry
@@ -220,7 +215,7 @@ class SparseLoCo(Method):
             RuntimeError: ranks have taken different numbers of steps; on every rank.
         """
         self._consolidated = None
-        if self.state is not None:
+        if self.algorithm.state is not None:
             self.algorithm.look_for_writes()
             self.algorithm.exchange()
 
