@@ -120,27 +120,20 @@ class Algorithm:
 
     # ------------------------------------------------------------------------------------------- around a step
 
-    @torch.no_grad()
     def begin(self) -> None:
-        """Makes the parameters the starting point of the first window. Collective."""
+        """Makes the parameters the starting point of the first window, collectively; else looks for writes."""
         if self.state is None:
             self.parameters.flatten()
             self._check_equal()
             self.state = self.allocate()
             for _, entries, theta in self._parts():
                 self.state.start.view(-1)[entries].copy_(theta)
+        self.look_for_writes()
 
     def allocate(self) -> LocoState:
         """Buffers, all zeros."""
         shape, device = (self.layout.blocks, self.layout.block_size), self.parameters.device
         return LocoState(*(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """Looks what has changed since the last step."""
-        self.begin()
-        self.look_for_writes()
-        self.parameters.check_groups(self.optimizer.param_groups)
 
     def after_step(self) -> None:
         """Counts the inner step; exchanges when its time has come."""
@@ -150,7 +143,6 @@ class Algorithm:
         if self.progress.in_window >= self.config.sync_every:
             self.exchange()
 
-    @torch.no_grad()
     def exchange(self) -> None:
         """Sends what this rank has learned, and moves all ranks to a new starting point. Collective.
 
@@ -322,15 +314,12 @@ class Algorithm:
         """The parameters are as the optimizer, an exchange or a load has left them."""
         self._seen = [(version(each), each.data_ptr()) for each in self.parameters.local]
 
-    @torch.no_grad()
     def look_for_writes(self) -> None:
         """Notes which parameters others than the optimizer have written.
 
         In a window versions tell (not of a write through ``.data``, which raises none); at its beginning values do.
         """
         seen, progress = self._seen, self.progress
-        if self.state is None:
-            return
         self.note()
         if progress.in_window:
             found = [place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]]

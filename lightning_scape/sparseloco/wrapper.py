@@ -173,7 +173,8 @@ class SparseLoCo(Method):
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stepping = True
         self._consolidated = None
-        self.algorithm.before_step()
+        self.algorithm.begin()
+        self.parameters.check_groups(self.optimizer.param_groups)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.node.world_size == 1:
             return None
@@ -303,7 +304,6 @@ class SparseLoCo(Method):
     def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing after the first step."""
         self.algorithm.begin()
-        self.algorithm.look_for_writes()
         self.parameters.flatten()
         return saved.own_state(self.algorithm)
 
