@@ -133,7 +133,7 @@ def sweep_of(
     """All rows (None), those of another rank's peers (0, 2) or those of rank 1; gradients of ``dtypes`` in turn."""
     generator = torch.Generator().manual_seed(length)
     layout = Layout(sizes, [0] * len(sizes), length, 3)
-    region = layout.everything() if rank is None else layout.local(1) if rank == 1 else layout.remote(rank)
+    region = layout.region(0, layout.blocks) if rank is None else layout.local(1) if rank == 1 else layout.remote(rank)
     rows = layout.shard_blocks if rank == 1 else layout.blocks
     entries = torch.randn(rows, length, generator=generator)
     if odd:
@@ -147,7 +147,7 @@ def sweep_of(
     for part in region.rows:
         residual[part] = 0  # pads
     for place, piece in enumerate(region.pieces):
-        inside, grad = piece.of_blocks(length), grads[piece.segment.index]
+        inside, grad = piece.of_blocks(length), grads[piece.index]
         residual.view(-1)[inside] = entries.view(-1)[inside]
         if factor.dim():  # by piece
             by_row[piece.row : piece.row + piece.blocks] = factor[place % len(factor)]
@@ -255,7 +255,7 @@ def exchanges() -> Iterator[Case]:
         ("everything", 0, None, torch.bfloat16),
         ("fp64", None, 3, torch.float64),
     ]:
-        pieces = list((layout.everything() if rank is None else layout.local(rank)).pieces)
+        pieces = list((layout.region(0, layout.blocks) if rank is None else layout.local(rank)).pieces)
         rows = layout.blocks if rank is None else layout.shard_blocks
         flats = [torch.randn(n).to(dtype if i % 2 == 0 else torch.float32) for i, n in enumerate(sizes)]
         entries = ops.ParamEntries(flats, pieces, None if sent is None else mask_of(rows, 50, sent, pieces), 50)

@@ -119,4 +119,4 @@ class Ledger:
         assert engine.state is not None
         assert self.sent is not None
         flat, layout = (self.sent + engine.state.residual.double()).view(-1), engine.layout
-        return [flat[piece.of_blocks(layout.block_size)] for piece in layout.everything().pieces]
+        return [flat[piece.of_blocks(layout.block_size)] for piece in layout.pieces]

@@ -133,8 +133,8 @@ class TestFarAway:
     def test_sweep(self) -> None:
         length, near = 64, Layout([100], [0], 64, 1)
         block = FAR // length
-        (piece,) = near.everything().pieces
-        far = Region((slice(block, block + 2),), (Piece(piece.segment, block, 2, 0, 100),))
+        (piece,) = near.pieces
+        far = Region((slice(block, block + 2),), (Piece(0, 0, block, 2, 0, 100),))
         grads: list[Tensor | None] = [torch.randn(100)]
         shapes = {"residual": (length, 4), "mask": (1, 1), "values": (1, 4), "exp_avg_sq": (length, 4)}
         dtypes = {"mask": "uint8"}
@@ -149,7 +149,7 @@ class TestFarAway:
         small["residual"].view(-1)[:100] = torch.randn(100)
         for name, tensor in small.items():
             large[name][block:] = tensor
-        for choice, region, given in (("cuda", far, large), ("naive", near.everything(), small)):
+        for choice, region, given in (("cuda", far, large), ("naive", near.region(0, near.blocks), small)):
             moment = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2)
             rest = {"second_moment": moment, **given}
             with ops.using(choice):

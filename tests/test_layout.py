@@ -13,11 +13,11 @@ from lightning_scape.core.layout import Layout, Piece
 def test_example_of_the_docstring() -> None:
     layout = Layout([6, 9], [0, 0], block_size=4, world_size=2)
     assert (layout.used_blocks, layout.blocks, layout.shard_blocks) == (5, 6, 3)
-    whole = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.everything().pieces]
+    whole = [(p.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces]
     assert whole == [(0, 0, 2, 0, 6), (1, 2, 3, 0, 9)]
-    first = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(0).pieces]
+    first = [(p.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(0).pieces]
     assert first == [(0, 0, 2, 0, 6), (1, 2, 1, 0, 4)]
-    second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(1).pieces]
+    second = [(p.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(1).pieces]
     assert second == [(1, 0, 2, 4, 5)]
     assert list(layout.remote(1).pieces) == list(layout.local(0).pieces)
     assert layout.rows_of(0) == slice(0, 3)
@@ -25,11 +25,11 @@ def test_example_of_the_docstring() -> None:
     three = Layout([6, 9], [0, 0], 4, 3)
     assert three.rows_of(1) == slice(2, 4)
     assert (three.local(1).rows, three.remote(1).rows) == ((slice(0, 2),), (slice(0, 2), slice(4, 6)))
-    assert [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.remote(0).pieces] == [(1, 3, 2, 4, 5)]
+    assert [(p.index, p.row, p.blocks, p.start, p.numel) for p in layout.remote(0).pieces] == [(1, 3, 2, 4, 5)]
 
 
 def test_kept_counts_entries_and_leaves_out_pads() -> None:
-    (piece,) = Layout([9], [0], block_size=4, world_size=1).everything().pieces
+    (piece,) = Layout([9], [0], block_size=4, world_size=1).pieces
     assert [piece.kept(sent, 4) for sent in (1, 2, 4)] == [3, 5, 9]
 
 
@@ -47,12 +47,12 @@ def test_shards_are_equal_and_cover_every_entry_once(
         for piece in layout.local(rank).pieces:
             assert piece.row >= 0
             assert piece.row + piece.blocks <= layout.shard_blocks
-            entries = {(piece.segment.index, i) for i in range(piece.start, piece.start + piece.numel)}
+            entries = {(piece.index, i) for i in range(piece.start, piece.start + piece.numel)}
             assert not entries & seen
             seen |= entries
             kept += piece.kept(sent, block_size)
     assert seen == {(index, i) for index, numel in enumerate(numels) for i in range(numel)}
-    assert kept == sum(piece.kept(sent, block_size) for piece in layout.everything().pieces)
+    assert kept == sum(piece.kept(sent, block_size) for piece in layout.pieces)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
@@ -62,7 +62,7 @@ def test_a_shard_and_what_lies_beside_it_are_everything(numels: list[int], block
     def rows(pieces: Iterable[Piece], first: int) -> set[tuple[int, int, int]]:
         """Each block with the parameter and the entry that it begins at."""
         return {
-            (first + piece.row + i, piece.segment.index, piece.start + i * block_size)
+            (first + piece.row + i, piece.index, piece.start + i * block_size)
             for piece in pieces
             for i in range(piece.blocks)
         }
@@ -71,4 +71,4 @@ def test_a_shard_and_what_lies_beside_it_are_everything(numels: list[int], block
         own = rows(layout.local(rank).pieces, rank * layout.shard_blocks)
         beside = rows(layout.remote(rank).pieces, 0)
         assert not own & beside
-        assert own | beside == rows(layout.everything().pieces, 0)
+        assert own | beside == rows(layout.pieces, 0)

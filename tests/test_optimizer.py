@@ -124,7 +124,7 @@ def train_watching_masks(rank: int, world_size: int) -> dict[str, Any]:
         expected = torch.cat([made[rows] for made, rows in shards])
         inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
-        parts = [inside.view(-1)[piece.of_blocks(quota.block_size)] for piece in layout.everything().pieces]
+        parts = [inside.view(-1)[piece.of_blocks(quota.block_size)] for piece in layout.pieces]
         for part, old, parameter in zip(parts, before, params, strict=True):
             assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
     assert optimizer.stats is not None

@@ -168,8 +168,8 @@ def _sends(rank: int, world_size: int) -> dict[str, Any]:
         torch.manual_seed(10 * step + rank)
         net(torch.randn(4, 256)).square().mean().backward()
         optimizer.step()
-        assert loco.state is not None
-        sums.append(loco.state.start.double().sum().item())
+        assert loco.algorithm.state is not None
+        sums.append(loco.algorithm.state.start.double().sum().item())
     assert loco.stats is not None
     return {"stats": loco.stats, "planned": loco.exchange_bytes, "starts": sums}
 
@@ -199,8 +199,8 @@ def test_small_outer_steps_add_up_where_parameters_are_bf16() -> None:
     for _ in range(3):
         net.weight.grad = torch.ones_like(net.weight)
         optimizer.step()
-    assert loco.state is not None
-    assert loco.state.start[0, 0] == 1 - 3 * 2.0**-10
+    assert loco.algorithm.state is not None
+    assert loco.algorithm.state.start[0, 0] == 1 - 3 * 2.0**-10
 
 
 def _bf16(rank: int, world_size: int) -> Tensor:
@@ -330,8 +330,8 @@ def _differ(rank: int, world_size: int, what: str) -> None:
     gradient(net, rank, 0)
     if what == "start":
         optimizer.step()
-        assert loco.state is not None
-        loco.state.start[0, 0] += rank
+        assert loco.algorithm.state is not None
+        loco.algorithm.state.start[0, 0] += rank
     optimizer.step()
 
 
@@ -473,11 +473,11 @@ def _set(rank: int, world_size: int, values: tuple[float, float]) -> str:
         gradient(net, rank, step)
         optimizer.param_groups[0]["lr"] = values[rank] if step == 4 else 1e-2
         optimizer.step()
-    assert loco.state is not None
-    before, start = flat(net), loco.state.start.clone()
+    assert loco.algorithm.state is not None
+    before, start = flat(net), loco.algorithm.state.start.clone()
     with pytest.raises(RuntimeError, match="same settings") as error:
         loco.sync()
-    assert torch.equal(start, loco.state.start)
+    assert torch.equal(start, loco.algorithm.state.start)
     assert torch.equal(before, flat(net))
     return str(error.value)
 
@@ -565,6 +565,19 @@ def test_weights_written_alike_on_all_ranks_are_where_training_goes_on(
         assert all(bool((parameter == 3.0).all()) for parameter in written)
         assert torch.equal(end, results[0][1])
         assert sent > 1  # they travel whole
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_one_rank_goes_on_from_what_was_written_whatever_its_outer_step(at: int) -> None:
+    net = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    SparseLoCo(optimizer, sync_every=2, outer_lr=0.5)
+    for step in range(4):
+        if step == at:
+            nn.init.constant_(net.weight, 3.0)
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.step()
+    assert (net.weight == 3.0).all()
 
 
 def _average_at_the_end(rank: int, world_size: int, in_window: bool) -> tuple[Tensor, Tensor]:

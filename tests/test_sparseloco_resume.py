@@ -60,17 +60,17 @@ def _save(rank: int, world_size: int, path: str) -> tuple[Tensor, Tensor]:
     loco.consolidate_state_dict()
     if rank == 0:
         torch.save(loco.state_dict(), path)
-    assert loco.state is not None
-    return flat(net), loco.state.error.view(-1)[: 8 * 40].clone()
+    assert loco.algorithm.state is not None
+    return flat(net), loco.algorithm.state.error.view(-1)[: 8 * 40].clone()
 
 
 def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
     net, optimizer, loco = build(**options)
     with pytest.warns(UserWarning, match="checkpoint") as caught:
         loco.load_state_dict(torch.load(path, weights_only=True))
-    assert loco.state is not None
-    error = loco.state.error.view(-1)[: 8 * 40].clone()
-    start, here = loco.state.start.view(-1)[: 8 * 40].clone(), flat(net)
+    assert loco.algorithm.state is not None
+    error = loco.algorithm.state.error.view(-1)[: 8 * 40].clone()
+    start, here = loco.algorithm.state.start.view(-1)[: 8 * 40].clone(), flat(net)
     go_on(net, optimizer, rank, AFTER, 6)  # the window that was begun ends
     loco.sync()
     notes = [str(warning.message) for warning in caught]
@@ -117,10 +117,19 @@ def test_a_state_of_the_inner_optimizer_alone_begins_a_window() -> None:
     plain.load_state_dict(loco.state_dict())
 
 
+def test_a_state_saved_in_inference_mode_before_the_first_step_can_be_trained() -> None:
+    """Under the Trainer callbacks save inside a validation."""
+    net, optimizer, loco = build()
+    with torch.inference_mode():
+        loco.state_dict()
+    go_on(net, optimizer, 0, 0, 3)
+    assert loco.progress.exchanges == 1
+
+
 def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     net, optimizer, loco = build()
     go_on(net, optimizer, 0, 0, 4)
-    state, place = loco.state, flat(net)
+    state, place = loco.algorithm.state, flat(net)
     good = loco.state_dict()
     whole = good["sparseloco"]
     smaller = {**good, "sparseloco": {**whole, "facts": {**whole["facts"], "shapes": {0: [3]}}}}
@@ -138,7 +147,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     for load in (loco.load_state_dict, optimizer.load_state_dict):
         with pytest.raises(KeyError, match="mine"):  # a hook of the user's
             load(good)
-    assert loco.state is state
+    assert loco.algorithm.state is state
     assert torch.equal(flat(net), place)
 
 
@@ -168,10 +177,10 @@ def test_a_state_of_other_shapes_order_or_optimizer_is_refused_and_changes_nothi
     saved = saved.state_dict()
     loco = _of(shapes, names, kind)
     before, place = copy.deepcopy(loco.optimizer.state_dict()), [flat.clone() for flat in loco.parameters.flat]
-    state = loco.state
+    state = loco.algorithm.state
     with pytest.raises(ValueError, match=complaint):
         loco.load_state_dict(saved)
-    assert loco.state is state
+    assert loco.algorithm.state is state
     assert str(loco.optimizer.state_dict()) == str(before)
     assert all(torch.equal(*pair) for pair in zip(loco.parameters.flat, place, strict=True))
 

@@ -200,8 +200,8 @@ def some_mask(layout: Layout, quota: Quota, device: torch.device) -> torch.Tenso
     part = quota.block_size // quota.sent
     starts = torch.arange(quota.sent, device=device) * part
     mask = torch.randint(0, part, (layout.blocks, quota.sent), device=device).add_(starts)
-    for segment in layout.segments:  # the last block of a parameter holds pads behind its entries
-        at = (segment.stop_block - 1) % layout.shard_blocks  # of any shard, for ranks take turns
+    for piece in layout.pieces:  # the last block of a parameter holds pads behind its entries
+        at = (piece.row + piece.blocks - 1) % layout.shard_blocks  # of any shard, for ranks take turns
         mask.view(layout.world_size, layout.shard_blocks, -1)[:, at] = torch.arange(quota.sent, device=device)
     return mask.to(torch.uint8)
 

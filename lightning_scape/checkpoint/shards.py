@@ -73,7 +73,7 @@ def of_blocks(
         if not parameter.numel():
             found[f"{name}.{index}"] = Chunk(flat[:0], 0, 0)
     for piece in pieces:
-        place = piece.segment.index
+        place = piece.index
         first, whole = parameters.first_entry(place) + piece.start, parameters.tensors[place].numel()
         found[f"{name}.{parameters.indices[place]}"] = Chunk(flat[piece.of_blocks(layout.block_size)], first, whole)
     return found

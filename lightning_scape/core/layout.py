@@ -39,29 +39,13 @@ class Quota(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One parameter's place in the row of blocks."""
+class Piece:
+    """Consecutive whole blocks of one parameter: all of them, or those inside a shard."""
 
     index: int
     """Position of the parameter in the list it came from."""
     group: int
     """Index of its optimizer parameter group."""
-    numel: int
-    """Entries of the parameter, > 0."""
-    first_block: int
-    blocks: int
-
-    @property
-    def stop_block(self) -> int:
-        """One past the last block."""
-        return self.first_block + self.blocks
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive whole blocks of one parameter: all of them, or those inside a shard."""
-
-    segment: Segment
     row: int
     """First block, counted from the start of the tensor the piece is used with (all blocks, or one shard)."""
     blocks: int
@@ -112,13 +96,13 @@ class Layout:
     def __init__(self, numels: Sequence[int], groups: Sequence[int], block_size: int, world_size: int) -> None:
         self.block_size = block_size
         self.world_size = world_size
-        segments, block = [], 0
+        pieces, block = list[Piece](), 0
         for index, (numel, group) in enumerate(zip(numels, groups, strict=True)):
             if numel:
-                blocks = -(-numel // block_size)
-                segments.append(Segment(index, group, numel, block, blocks))
-                block += blocks
-        self.segments = tuple(segments)
+                pieces.append(Piece(index, group, block, -(-numel // block_size), 0, numel))
+                block += pieces[-1].blocks
+        self.pieces = tuple(pieces)
+        """Every parameter, whole; rows count from block 0."""
         self.used_blocks = block
         """Blocks that hold parameters."""
         self.shard_blocks = -(-block // world_size)
@@ -126,10 +110,6 @@ class Layout:
         self.blocks = self.shard_blocks * world_size
         """All blocks, the fillers at the end included."""
         self._regions: dict[tuple[int, int], Region] = {}
-
-    def everything(self) -> Region:
-        """All blocks; rows count from block 0."""
-        return self.region(0, self.blocks)
 
     def rows_of(self, rank: int) -> slice:
         """The blocks of a rank's shard."""
@@ -155,12 +135,12 @@ class Layout:
 
     def _cut(self, first: int, stop: int, origin: int) -> Iterator[Piece]:
         """What lies in the blocks from ``first`` to before ``stop``; rows count from block ``origin``."""
-        for segment in self.segments:
-            low, high = max(first, segment.first_block), min(stop, segment.stop_block)
+        for whole in self.pieces:
+            low, high = max(first, whole.row), min(stop, whole.row + whole.blocks)
             if low < high:
-                start = (low - segment.first_block) * self.block_size
-                end = min((high - segment.first_block) * self.block_size, segment.numel)
-                yield Piece(segment, low - origin, high - low, start, end - start)
+                start = (low - whole.row) * self.block_size
+                end = min((high - whole.row) * self.block_size, whole.numel)
+                yield Piece(whole.index, whole.group, low - origin, high - low, start, end - start)
 
 
 @functools.lru_cache(maxsize=64)  # each step asks
@@ -180,11 +160,8 @@ def quota_for(sparsity: float) -> Quota:
     density = density_of(sparsity)
     if density * MAX_BYTE_BLOCK < 1:
         return Quota(min(MAX_BLOCK, round(1 / density)), 1)
-    lengths = range(MAX_BYTE_BLOCK, 0, -1)
-    best = min(
-        (length for length in lengths if round(density * length) >= 1),
-        key=lambda length: (abs(Fraction(round(density * length), length) - density), -length),
-    )
+    lengths = range(MAX_BYTE_BLOCK, 0, -1)  # of equally close ones the first
+    best = min(lengths, key=lambda length: abs(Fraction(round(density * length), length) - density))
     return Quota(best, round(density * best))
 
 

@@ -36,11 +36,6 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def first_entry(parameter: Tensor) -> int:
-    """The place in the flat whole parameter of the first entry that this rank holds."""
-    return first_row(parameter) * (parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() else 0
-
-
 def first_row(tensor: Tensor) -> int:
     """The first row that this rank holds: FSDP2 gives ranks what ``torch.chunk`` does."""
     if not isinstance(tensor, DTensor):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.core.local_shards import first_entry, local
+from lightning_scape.core.local_shards import first_row, local
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and that the wire can carry."""
@@ -37,9 +37,7 @@ class Parameters:
         self.indices: list[int] = []
         """Their positions among *all* parameters, frozen ones included, as in a torch state dict."""
         self.names: list[str] = []
-        names: dict[int, str] = {}
-        for name, parameter in named_parameters:
-            names.setdefault(id(parameter), name)
+        names = {id(parameter): name for name, parameter in reversed([*named_parameters])}
         index, seen = 0, set[int]()
         for number, group in enumerate(param_groups):
             given = group.get("param_names") or []
@@ -65,7 +63,8 @@ class Parameters:
 
     def first_entry(self, place: int) -> int:
         """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
-        return first_entry(self.tensors[place])
+        whole = self.tensors[place]
+        return first_row(whole) * whole.shape[1:].numel()
 
     def raw_gradients(self) -> list[Tensor | None]:
         """This rank's gradients as the backward pass left them; None where there is none."""
@@ -127,23 +126,14 @@ class Parameters:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
-    def _dtypes(self) -> set[torch.dtype]:
-        return {parameter.dtype for parameter in self.tensors}
-
-    @property
     def wire_dtype(self) -> torch.dtype:
         """The dtype in which values travel whole: the parameters' own; for mixed ones, the narrowest that holds all."""
-        return reduce(torch.promote_types, self._dtypes)
+        return reduce(torch.promote_types, {parameter.dtype for parameter in self.tensors})
 
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of moments and masters: fp32, or fp64 if a parameter is."""
         return torch.promote_types(self.wire_dtype, torch.float32)
-
-    @property
-    def need_masters(self) -> bool:
-        """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
-        return self._dtypes != {self.state_dtype}
 
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""

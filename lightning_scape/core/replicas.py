@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.parameters import Parameters
 
 Facts = Mapping[str, Any]
 """What must be the same on all ranks, by its name; values with a plain ``repr``."""
@@ -107,20 +108,18 @@ def _items(facts: Facts) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def check_replicas(
-    communicator: Communicator, flats: Sequence[Tensor], names: Sequence[str], checksum: Callable[[Tensor], Tensor]
-) -> None:
+def check_replicas(communicator: Communicator, parameters: Parameters, checksum: Callable[[Tensor], Tensor]) -> None:
     """Compares all ranks' parameters bit for bit, through two 64-bit checksums of each. Collective; one message.
 
     Args:
         communicator: the ranks.
-        flats: every parameter, flat.
-        names: their names, for the error.
+        parameters: those compared, flattened.
         checksum: of a flat parameter, int64 ``[2]``: :func:`ops.checksum`.
 
     Raises:
         RuntimeError: on every rank, naming the first parameter that differs and the ranks on which it does.
     """
+    flats, names = parameters.flat, parameters.names
     if communicator.world_size == 1 or not flats:
         return
     sums = communicator.all_gather_stacked(torch.stack([checksum(flat) for flat in flats]))

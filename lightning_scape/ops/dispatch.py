@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
@@ -31,6 +32,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _chosen: list[str] = []
 """What :func:`using` asked for, innermost last."""
+_FLOATS = {torch.float32, torch.bfloat16}
+"""What back ends compute with. No model of size is trained in fp16 or fp64, and each dtype is compiled anew."""
 _NEEDS = {
     "cpu": ("numba", "cpu", "steps on a CPU run in plain PyTorch, and take four to seven times as long"),
     "cuda": ("triton", "gpu", "steps on a GPU run in plain PyTorch, in several times as many passes over memory"),
@@ -70,7 +73,7 @@ def operation(definition: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _backend(tensors: list[Tensor]) -> ModuleType | None:
-    """The back end for these tensors; None: the definition."""
+    """The back end for these tensors; None: the definition, also where they are not contiguous."""
     choice = _chosen[-1] if _chosen else os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(
@@ -78,8 +81,13 @@ def _backend(tensors: list[Tensor]) -> ModuleType | None:
         )
     if choice == "naive":
         return None
-    found = _module(("cuda" if tensors[0].is_cuda else "cpu") if choice == "auto" else choice)
-    return None if found is None or not found.can_read(tensors) else found
+    name = ("cuda" if tensors[0].is_cuda else "cpu") if choice == "auto" else choice
+    # Asked of every gradient: the usual dtype first.
+    readable = all(
+        (each.dtype in _FLOATS or not each.is_floating_point()) and each.is_contiguous() and not each.is_neg()
+        for each in tensors
+    )
+    return _module(name) if readable and (name == "cuda" or tensors[0].is_cpu) else None
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def _owned(engine: Engine, name: str, shard: Tensor) -> dict[str, Chunk]:
 
 
 def _residual(engine: Engine, name: str, state: ScapeState) -> dict[str, Chunk]:
-    return of_blocks(name, engine.parameters, engine.layout, state.residual, engine.layout.everything().pieces)
+    return of_blocks(name, engine.parameters, engine.layout, state.residual, engine.layout.pieces)
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -201,7 +201,7 @@ def set_steps(engine: Engine, state: ScapeState, step: int, missed: Mapping[int,
     state.last_step.fill_(step)  # right for pads
     for piece in engine.layout.local(engine.comm.rank).pieces:
         entries = piece.of_blocks(engine.layout.block_size)
-        state.last_step.view(-1)[entries] -= missed.get(indices[piece.segment.index], 0)
+        state.last_step.view(-1)[entries] -= missed.get(indices[piece.index], 0)
     counts = [missed.get(index, 0) for index in indices]
     if any(counts):
         state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(state.step.device)

@@ -37,12 +37,12 @@ class Shard:
         """The shards of the other ranks."""
         self._layout, self._rank = layout, rank
         self._parameters = parameters
-        self._groups = sorted({segment.group for segment in layout.segments}) or [0]
+        self._groups = sorted({piece.group for piece in layout.pieces}) or [0]
         """Those with parameters."""
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.packed = config.packed and layout.world_size > 1
         """Whether values and changes of parameters travel, in 4 bits; else values of both."""
-        self.keeps_masters = not self.packed and parameters.need_masters
+        self.keeps_masters = not self.packed and {p.dtype for p in parameters.tensors} != {parameters.state_dtype}
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
         packed, it keeps what parameters lack, in ``change_error``."""
 
@@ -91,7 +91,7 @@ class Shard:
         moment = step.state.exp_avg_sq
         if moment is None:
             return None
-        weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in region.pieces]
+        weights = [1 - float(step.groups[piece.group]["betas"][1]) for piece in region.pieces]
         return ops.SecondMoment(moment[self._here(rows)], weights, self._layout.world_size)
 
     def _sweep(
@@ -238,10 +238,10 @@ class Shard:
         The fillers at the end take those of the last parameter.
         """
         if device not in self._tables:
-            layout, segments = self._layout, self._layout.segments
-            groups = [self._groups.index(segment.group) for segment in segments]
-            of_each = torch.tensor([[segment.index for segment in segments], groups], dtype=torch.int64, device="cpu")
-            counts = torch.tensor([segment.blocks for segment in segments], dtype=torch.int64, device="cpu")
+            layout, pieces = self._layout, self._layout.pieces
+            groups = [self._groups.index(piece.group) for piece in pieces]
+            of_each = torch.tensor([[piece.index for piece in pieces], groups], dtype=torch.int64, device="cpu")
+            counts = torch.tensor([piece.blocks for piece in pieces], dtype=torch.int64, device="cpu")
             counts[-1:] += layout.blocks - layout.used_blocks
             parameter, group = of_each.repeat_interleave(counts, dim=1)
             self._tables = {device: (ops.to_device(parameter, device), ops.to_device(group.int(), device))}

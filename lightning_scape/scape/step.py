@@ -199,8 +199,7 @@ class Engine:
     def check_replicas(self) -> None:
         """Raises on every rank if any rows differ between replicas."""
         self.parameters.flatten()
-        flat, names = self.parameters.flat, self.parameters.names
-        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
+        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, self.parameters, ops.checksum))
 
     @property
     def calls(self) -> int:

@@ -24,6 +24,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import version
 from lightning_scape.core.replicas import apart, check_replicas, digest, settings
 from lightning_scape.core.stats import Stats
+from lightning_scape.ops.naive.masks import chunk, row_slices
 from lightning_scape.ops.naive.wire import Wire, add_entries
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
@@ -31,8 +32,6 @@ MOST_DROPPED = 10
 """Windows in a row that are dropped raise an error."""
 _ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that count also where an optimizer's constructor hides them behind ``**kwargs``."""
-_DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 20
-"""Entries worked on at a time: no temporary has the size of the parameters."""
 
 
 @dataclass
@@ -113,7 +112,6 @@ class Algorithm:
         self.stats: ExchangeStats | None = None
         """Of the last exchange."""
         self._seen: list[tuple[int, int]] = []
-        self._chunk = _HOST_CHUNK if parameters.device.type == "cpu" else _DEVICE_CHUNK
 
     @property
     def _state(self) -> LocoState:
@@ -122,27 +120,20 @@ class Algorithm:
 
     # ------------------------------------------------------------------------------------------- around a step
 
-    @torch.no_grad()
     def begin(self) -> None:
-        """Makes the parameters the starting point of the first window. Collective."""
+        """Makes the parameters the starting point of the first window, collectively; else looks for writes."""
         if self.state is None:
             self.parameters.flatten()
             self._check_equal()
             self.state = self.allocate()
             for _, entries, theta in self._parts():
                 self.state.start.view(-1)[entries].copy_(theta)
+        self.look_for_writes()
 
     def allocate(self) -> LocoState:
         """Buffers, all zeros."""
         shape, device = (self.layout.blocks, self.layout.block_size), self.parameters.device
         return LocoState(*(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """Looks what has changed since the last step."""
-        self.begin()
-        self.look_for_writes()
-        self.parameters.check_groups(self.optimizer.param_groups)
 
     def after_step(self) -> None:
         """Counts the inner step; exchanges when its time has come."""
@@ -152,7 +143,6 @@ class Algorithm:
         if self.progress.in_window >= self.config.sync_every:
             self.exchange()
 
-    @torch.no_grad()
     def exchange(self) -> None:
         """Sends what this rank has learned, and moves all ranks to a new starting point. Collective.
 
@@ -208,7 +198,7 @@ class Algorithm:
         with stats.phase("send"):
             messages = self._send(state.error)
         with stats.phase("outer"):
-            for rows in self._rows():
+            for rows in row_slices(state.start, self.layout.block_size):
                 state.start[rows] -= config.outer_lr * self._mean(messages[:, rows], state.start[rows])
 
     def _meet(self) -> tuple[float, bool]:
@@ -249,7 +239,7 @@ class Algorithm:
     def _send(self, blocks: Tensor) -> Tensor:
         """Every rank's message, ``[N, blocks, W]``; what is in this rank's leaves ``blocks``."""
         message = torch.empty(len(blocks), self.wire.row_bytes, dtype=torch.uint8, device=blocks.device)
-        for rows in self._rows():
+        for rows in row_slices(blocks, self.layout.block_size):
             message[rows] = self.wire.take(blocks[rows])
         return self.comm.all_gather(message).wait().view(self.comm.world_size, *message.shape)
 
@@ -299,26 +289,20 @@ class Algorithm:
 
     def _check_equal(self) -> None:
         """Raises on every rank where parameters differ between replicas. Collective."""
-        flats, names = self.parameters.flat, self.parameters.names
-        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, ops.checksum))
+        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, self.parameters, ops.checksum))
 
     def _parts(self, places: Sequence[int] | None = None) -> Iterator[tuple[int, slice, Tensor]]:
-        """The parameters in parts: place of the parameter, the part's entries in the blocks (flat), and the part.
+        """The parameters in parts, for no temporary has their size: place, entries in the blocks (flat), and the part.
 
         Args:
             places: of some; None is all.
         """
-        for piece in self.layout.everything().pieces:
-            if places is None or piece.segment.index in places:
-                first, flat = piece.of_blocks(self.layout.block_size).start, self.parameters.flat[piece.segment.index]
-                for begin in range(0, len(flat), self._chunk):
-                    part = flat[begin : begin + self._chunk]
-                    yield piece.segment.index, slice(first + begin, first + begin + len(part)), part
-
-    def _rows(self) -> Iterator[slice]:
-        """All blocks, in parts."""
-        step = max(1, self._chunk // self.layout.block_size)
-        return (slice(begin, min(begin + step, self.layout.blocks)) for begin in range(0, self.layout.blocks, step))
+        for piece in self.layout.pieces:
+            if places is None or piece.index in places:
+                first, flat = piece.row * self.layout.block_size, self.parameters.flat[piece.index]
+                for part in flat.split(chunk(flat)):
+                    yield piece.index, slice(first, first + len(part)), part
+                    first += len(part)
 
     # ------------------------------------------------- what others write: loaded weights, a constraint, an average
 
@@ -330,15 +314,12 @@ class Algorithm:
         """The parameters are as the optimizer, an exchange or a load has left them."""
         self._seen = [(version(each), each.data_ptr()) for each in self.parameters.local]
 
-    @torch.no_grad()
     def look_for_writes(self) -> None:
         """Notes which parameters others than the optimizer have written.
 
         In a window versions tell (not of a write through ``.data``, which raises none); at its beginning values do.
         """
         seen, progress = self._seen, self.progress
-        if self.state is None or self.comm.world_size == 1:
-            return
         self.note()
         if progress.in_window:
             found = [place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]]

@@ -53,7 +53,7 @@ class SparseLoCoConfig:
     (docs/sparseloco.md)."""
 
     local_group_size: int | Literal["node"] = 1
-    """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 7); ``"node"`` takes all ranks
+    """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 6); ``"node"`` takes all ranks
     of a node. SparseLoCo then runs between the nodes. A strategy shards the model; for ``SparseLoCo`` itself the
     parameters say it."""
 

@@ -70,7 +70,7 @@ def own_state(loco: Algorithm) -> State:
 
 def _of_blocks(name: str, loco: Algorithm, blocks: Tensor) -> dict[str, Chunk]:
     """All entries of a tensor of blocks, by parameter."""
-    return of_blocks(name, loco.parameters, loco.layout, blocks, loco.layout.everything().pieces)
+    return of_blocks(name, loco.parameters, loco.layout, blocks, loco.layout.pieces)
 
 
 def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -20,7 +20,7 @@ from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import saved
-from lightning_scape.sparseloco.algorithm import Algorithm, ExchangeStats, LocoState
+from lightning_scape.sparseloco.algorithm import Algorithm, ExchangeStats
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 
 _NAME = "_lightning_scape_sparseloco"
@@ -167,18 +167,14 @@ class SparseLoCo(Method):
             return optimizer
         return vars(optimizer).get(_NAME) if isinstance(optimizer, torch.optim.Optimizer) else None
 
-    @property
-    def state(self) -> LocoState | None:
-        """Made at the first step, or by a load."""
-        return self.algorithm.state
-
     # ------------------------------------------------------------------------------------------- the loop
 
     @entry
     def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stepping = True
         self._consolidated = None
-        self.algorithm.before_step()
+        self.algorithm.begin()
+        self.parameters.check_groups(self.optimizer.param_groups)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if self.node.world_size == 1:
             return None
@@ -220,7 +216,7 @@ class SparseLoCo(Method):
             RuntimeError: ranks have taken different numbers of steps; on every rank.
         """
         self._consolidated = None
-        if self.state is not None:
+        if self.algorithm.state is not None:
             self.algorithm.look_for_writes()
             self.algorithm.exchange()
 
@@ -304,10 +300,10 @@ class SparseLoCo(Method):
         return saved.whole_state(state)
 
     @override
+    @entry
     def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing after the first step."""
         self.algorithm.begin()
-        self.algorithm.look_for_writes()
         self.parameters.flatten()
         return saved.own_state(self.algorithm)
 

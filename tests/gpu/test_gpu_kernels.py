@@ -7,7 +7,7 @@ import torch
 from ops_cases import FAR, assert_same_bits
 
 from lightning_scape import ops
-from lightning_scape.core.layout import Piece, Segment
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops import cuda
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ class TestFarAwayOnGpu:
     def test_scatter_and_gather(self) -> None:
         flat = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
         piece, values = (
-            Piece(Segment(0, 0, FAR + 100, 0, 1), 0, 2, FAR, 100),
+            Piece(0, 0, 0, 2, FAR, 100),
             torch.tensor([[1.0], [2.0]], device="cuda"),
         )
         mask = torch.tensor([[7], [49]], dtype=torch.uint8, device="cuda")

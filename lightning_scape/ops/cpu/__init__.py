@@ -28,18 +28,10 @@ from lightning_scape.ops.cpu import loops
 from lightning_scape.ops.dispatch import Declined
 from lightning_scape.ops.naive.wire import GROUP
 
-_DTYPES = {torch.float32, torch.bfloat16, torch.uint8, torch.uint16, torch.int32, torch.int64}
-"""Not fp64, in which no model of size is trained: its loops would take as long to compile as those of fp32."""
 _GRAIN = 1 << 16
 """Entries that are worth a thread of their own."""
 _SKETCH_PART = 16
 """Chunks of :func:`sketch` that are summed into one partial sketch, by one thread."""
-
-
-def can_read(tensors: Sequence[Tensor]) -> bool:
-    """Whether the loops can read all of them."""
-    # Asked of every parameter: `is_cpu` takes a seventh of the time of `device.type`.
-    return all(each.is_cpu and each.dtype in _DTYPES and each.is_contiguous() and not each.is_neg() for each in tensors)
 
 
 # ------------------------------------------------------------------------------------------ gradients and the residual
@@ -103,7 +95,7 @@ def _tables(
     A table ``[n, 5]`` of pieces: address in the flat tensor (0: none), first row, entries of all before, own, and which
     piece it is; and an array that is like the flat tensors.
     """
-    given = [flats[piece.segment.index] for piece in pieces]
+    given = [flats[piece.index] for piece in pieces]
     dtypes = list(dict.fromkeys(flat.dtype for flat in given if flat is not None)) or [torch.float32]
     for dtype in dtypes:
         rows = [

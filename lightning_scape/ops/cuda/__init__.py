@@ -16,17 +16,7 @@ The kernels stand by theme in :mod:`.gradients`, :mod:`.residual`, :mod:`.update
 serves them all.
 """
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from lightning_scape.ops.cuda.gradients import sketch  # noqa: F401
-from lightning_scape.ops.cuda.launch import DTYPES
 from lightning_scape.ops.cuda.residual import select, sweep, unpack_mask  # noqa: F401
 from lightning_scape.ops.cuda.update import gather_params, scatter_params, update_shard  # noqa: F401
 from lightning_scape.ops.cuda.wire import dequantize, pack_values  # noqa: F401
-
-
-def can_read(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels know their dtypes, and where their entries lie."""
-    return all(each.is_contiguous() and (each.dtype in DTYPES or not each.is_floating_point()) for each in tensors)

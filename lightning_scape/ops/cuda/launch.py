@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_scape.ops.naive import to_device
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-"""Floats that kernels know. Others are left to the definition: a model of size is trained in neither fp16 nor fp64."""
+"""Floats that kernels know."""
 PICK_CHUNK = 1024
 """Entries a program takes where they lie scattered."""
 _KEPT = 64

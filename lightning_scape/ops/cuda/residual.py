@@ -253,7 +253,7 @@ def sweep(work: Sweep) -> None:
     residual, values, pieces, second = work.residual, work.values, work.region.pieces, work.second_moment
     if values is None or residual.shape[1] > _LONGEST_ROW:
         raise Declined
-    grads = [None if work.grads is None else work.grads[piece.segment.index] for piece in pieces]
+    grads = [None if work.grads is None else work.grads[piece.index] for piece in pieces]
     weights = [0.0] * len(pieces) if second is None else second.weights
     usual = next((grad.dtype for grad in grads if grad is not None), torch.float32)
     given = zip(pieces, grads, weights, strict=True)

@@ -206,13 +206,13 @@ def _exchange(entries: ParamEntries, values: Tensor, scale: Tensor | None = None
     """Gathers without a scale, else adds."""
     flats, pieces, mask, block_size = entries
     sent = values.shape[1]
-    for group in launching.grouped(pieces, lambda piece: flats[piece.segment.index].dtype):
-        dtype = flats[group[0].segment.index].dtype
+    for group in launching.grouped(pieces, lambda piece: flats[piece.index].dtype):
+        dtype = flats[group[0].index].dtype
         programs, chunks = launching.chunks(
             tuple([piece.kept(sent, block_size) for piece in group]), launching.PICK_CHUNK, values.device
         )
         # Where each piece begins: a view of it would take ten times as long.
-        starts = tuple([flats[each.segment.index].data_ptr() + each.start * dtype.itemsize for each in group])
+        starts = tuple([flats[each.index].data_ptr() + each.start * dtype.itemsize for each in group])
         launching.launch(
             _exchange_kernel,
             programs,

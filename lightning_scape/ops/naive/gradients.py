@@ -89,10 +89,10 @@ def accumulate_exp_avg_sq(moment: Tensor, grad: Tensor | None, weight: float, ra
         ranks: N.
         scale: 0 changes nothing.
     """
-    parts = moment.split(chunk(moment))
-    for here, given in zip(parts, [None] * len(parts) if grad is None else grad.split(chunk(moment)), strict=True):
+    grad = moment.new_zeros(()).expand_as(moment) if grad is None else grad
+    for here, given in zip(moment.split(chunk(moment)), grad.split(chunk(moment)), strict=True):
         factor = scale.to(here)
-        value = factor * (here.new_zeros(()) if given is None else given.to(here))
+        value = factor * given.to(here)
         moved = (1 - weight) * here + (weight / ranks) * value.square()
         here.copy_(torch.where(factor != 0, moved.clamp(max=torch.finfo(here.dtype).max), here))
 
@@ -169,7 +169,7 @@ def sweep(work: Sweep) -> None:
     residual, scale, values, second = work.residual, work.scale, work.values, work.second_moment
     if work.grads is not None:
         for place, piece in enumerate(work.region.pieces):
-            grad, inside = work.grads[piece.segment.index], piece.of_blocks(residual.shape[1])
+            grad, inside = work.grads[piece.index], piece.of_blocks(residual.shape[1])
             factor = cut(scale, piece.row)
             if grad is not None:
                 grad = grad[piece.of_parameter]

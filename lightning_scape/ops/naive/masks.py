@@ -170,5 +170,5 @@ def _by_piece(entries: ParamEntries, matrix: Tensor) -> Iterator[tuple[Piece, Te
         if mask is not None:
             starts = torch.arange(0, piece.blocks * length, length, dtype=torch.int64, device=mask.device)
             places = (mask[rows].long() + starts.unsqueeze(1)).view(-1)[kept]
-        flat = entries.flats[piece.segment.index][piece.of_parameter]
+        flat = entries.flats[piece.index][piece.of_parameter]
         yield piece, flat, places, matrix[rows].view(-1)[kept]

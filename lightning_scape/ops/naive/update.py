@@ -75,8 +75,7 @@ class RowNumbers(NamedTuple):
 
     def cut(self, rows: slice) -> RowNumbers:
         """Those of some rows."""
-        step, scale, first, second, group = (cut(self[place], rows) for place in (0, 1, 3, 4, 5))
-        return RowNumbers(step, scale, self.hyper, first, second, group)
+        return RowNumbers(*(cut(each, rows) for each in self))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Hyperparameters, ``[G, 7]``, and numbers of rows, fp64 ``[R, 5]``, or ``[1, 5]`` for all of them.

@@ -47,7 +47,6 @@ LEVELS = 7
 """The largest multiple of a group's unit."""
 LEAST_SCALE = 1e-30
 """A unit that is not larger becomes 0, and the block sends zeros: there are no subnormal numbers."""
-_SCALE_BYTES = 2
 _TERNARY_UNIT = 1.25
 """In root mean squares: about the best three levels for a normal distribution (1.22)."""
 _RATIO_BITS, _RATIO_UNIT = 5, 8
@@ -87,7 +86,7 @@ class Wire:
         positions = -(-self.sent * self._position_bits // 8)
         if self.bits is None:
             return positions, 4 * self.sent, 0
-        return positions, -(-self.sent * self.bits // 8), _SCALE_BYTES
+        return positions, -(-self.sent * self.bits // 8), 2
 
     def take(self, blocks: Tensor) -> Tensor:
         """Takes the q largest entries of each block out, as a message; what the message does not say stays behind.
@@ -137,14 +136,8 @@ def add_entries(blocks: Tensor, positions: Tensor | None, values: Tensor) -> Non
         blocks.scatter_add_(1, positions, values)
 
 
-def to_scale(unit: Tensor) -> Tensor:
-    """int16: the upper half of a unit's fp32, rounded up; 0 up to :data:`LEAST_SCALE`."""
-    unit = torch.where(unit > LEAST_SCALE, unit, 0.0)
-    return ((unit.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
-
-
-def from_scale(scale: Tensor) -> Tensor:
-    """The reverse of :func:`to_scale`, fp32."""
+def _from_scale(scale: Tensor) -> Tensor:
+    """The fp32 numbers whose upper halves these are, int16."""
     return (scale.to(torch.int32) << 16).view(torch.float32)
 
 
@@ -166,8 +159,9 @@ def _quantize(bits: int, positions: Tensor | None, values: Tensor) -> tuple[Tens
         unit = magnitude.square().mean(dim=1, keepdim=True).sqrt_().mul_(_TERNARY_UNIT)
     else:
         unit = magnitude.amax(dim=1, keepdim=True) / most
-    field = to_scale(unit)
-    unit = from_scale(field)
+    unit = torch.where(unit > LEAST_SCALE, unit, 0.0)
+    field = ((unit.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)  # rounded up
+    unit = _from_scale(field)
     steps = torch.where(unit > 0, values / unit, 0.0).round_().clamp_(-most, most)
     return positions, steps.long() + most, field
 
@@ -175,7 +169,7 @@ def _quantize(bits: int, positions: Tensor | None, values: Tensor) -> tuple[Tens
 def _values(bits: int, positions: Tensor | None, symbols: Tensor, field: Tensor) -> Tensor:
     """fp32 ``[R, q]``: what codes and scales stand for; sender and receiver compute the same."""
     if bits > 2 or positions is None:
-        return (symbols - _levels(bits)) * from_scale(field)
+        return (symbols - _levels(bits)) * _from_scale(field)
     low, high = _two_level_scale(field)
     values = torch.where(symbols > 1, high, low)
     values = torch.where(symbols % 2 == 1, -values, values)
