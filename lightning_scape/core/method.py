@@ -97,9 +97,9 @@ class Method(ABC):
     def give_back(self) -> None:
         """After a fit: the user's optimizer is torch's again. Sends nothing; the state may still be saved."""
 
+    @abstractmethod
     def close(self) -> None:
         """Lets the optimizer go for good, after :meth:`finish`; the training goes on without it."""
-        self.give_back()
 
     @classmethod
     def steps_apart(cls, config: Any) -> int:

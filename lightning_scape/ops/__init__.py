@@ -7,7 +7,6 @@ those on a CPU through the loops of :mod:`.cpu`, compiled by numba, where these 
 """
 
 from lightning_scape.ops.dispatch import CHOICES as CHOICES
-from lightning_scape.ops.dispatch import OPERATIONS as OPERATIONS
 from lightning_scape.ops.dispatch import VARIABLE as VARIABLE
 from lightning_scape.ops.dispatch import using as using
 from lightning_scape.ops.naive import *  # noqa: F403

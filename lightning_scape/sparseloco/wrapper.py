@@ -220,9 +220,7 @@ class SparseLoCo(Method):
             self.algorithm.look_for_writes()
             self.algorithm.exchange()
 
-    @override
-    def finish(self) -> None:
-        self.sync()
+    finish = sync
 
     @override
     def give_back(self) -> None:
