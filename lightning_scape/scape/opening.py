@@ -52,7 +52,7 @@ def random_signs(count: int) -> Tensor:
 def _signs(device: torch.device) -> Tensor:
     """Those of sketches. A GPU reads them beside every gradient, as bytes: a quarter of what it reads there."""
     signs = random_signs(2 * _CHUNK)
-    return ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
+    return (signs.to(torch.int8) if device.type == "cuda" else signs).to(device)  # at once: other streams read it, too
 
 
 def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
