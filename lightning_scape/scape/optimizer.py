@@ -262,8 +262,11 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     # ------------------------------------------------------------------------------------------- its end
 
     def drain(self) -> None:
-        """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
-        self.engine.masks.wait()
+        """Waits for the mask exchange under way, if any, so that process groups may be torn down.
+
+        On CUDA the CPU also learns now whether the last step was skipped: see :meth:`step`.
+        """
+        self.engine.settle()
 
     @override
     def finish(self) -> None:

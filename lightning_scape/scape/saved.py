@@ -81,6 +81,7 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
         "missed": dict(zip(parameters.indices, missed, strict=True)),
         "calls": state.calls,
         "skipped": [state.skipped_in_row, state.skipped_total],
+        "sparse": state.sparse,
     }
     return State.own(shown, facts, chunks)
 
@@ -149,6 +150,7 @@ def load(engine: Engine, given: Any) -> Loaded:
         )
     set_steps(engine, state, facts["step"], {**dict.fromkeys(indices, facts["step"]), **facts["missed"]})
     state.calls, (state.skipped_in_row, state.skipped_total) = facts["calls"], facts["skipped"]
+    state.sparse = facts["sparse"]
     # Made late. What another wire has kept goes: it is a rounding error of one change.
     for name, kept in (("master", engine.shard.keeps_masters), ("change_error", engine.shard.packed)):
         if kept and name in facts["tensors"]:

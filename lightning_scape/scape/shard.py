@@ -53,6 +53,7 @@ class Shard:
         for rows, region in self._parts_of_others(step):
             self._sweep(step, rows, region)
         self._sweep(step, self.rows, self.region, moment=self._second_moment(step, self.rows, self.region))
+        step.folded = True
 
     def take_others(self, step: Step) -> Tensor:
         """Folds and compacts; returns the message for the other ranks, on the parameters' device.

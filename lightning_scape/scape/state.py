@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Layout
+from lightning_scape.core.replicas import Facts
 from lightning_scape.core.stats import Stats
 from lightning_scape.scape.config import ScapeConfig
 
@@ -37,6 +38,8 @@ class ScapeState:
     skipped_in_row: int = 0
     skipped_total: int = 0
     """Steps that were skipped because a gradient was not finite: the last ones in a row, and all."""
+    sparse: bool = False
+    """Whether the last step that was not skipped has left something to rank: it did not send everything."""
     master: Tensor | None = None
     """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step,
     all zeros. One that does not round to its parameter gives way to it when its entry is updated."""
@@ -125,6 +128,10 @@ class StepStats(Stats):
         return self.clip_factor == 0.0
 
 
+Verdict = tuple[Tensor, torch.cuda.Event | None, Facts]
+"""A step's scale, and whether ranks were together, in host memory once the event has come; this rank's facts."""
+
+
 @dataclass
 class Step:
     """One step: each phase reads what those before it have put here."""
@@ -137,15 +144,11 @@ class Step:
     scale: Scale
     sent: int
     """q, entries of a block that are sent; B where everything is."""
+    verdict: Verdict
     mask: Tensor | None = None
     """``[blocks, q]``: the masked entries, as positions in their blocks. None: all."""
     folded: bool = False
     """Whether the gradients are in the residual already."""
-
-    @property
-    def number(self) -> int:
-        """The step's number, from 0, skipped steps included; until the mask of the next is due."""
-        return self.state.calls
 
     def mask_of(self, rows: slice) -> Tensor | None:
         """The mask of some rows."""

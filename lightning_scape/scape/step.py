@@ -18,13 +18,13 @@ from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import Facts, apart, check_replicas
+from lightning_scape.core.replicas import apart, check_replicas
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
 from lightning_scape.scape.opening import Opening, width
 from lightning_scape.scape.shard import Shard
-from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats
+from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats, Verdict
 
 
 class Engine:
@@ -60,8 +60,8 @@ class Engine:
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
-        self._verdict: tuple[Tensor, torch.cuda.Event | None, Facts] | None = None
-        """The last step's scale, and whether ranks were together, in host memory once the event has come; its facts."""
+        self._verdict: Verdict | None = None
+        """The last step's, until the CPU hears it."""
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
 
@@ -82,11 +82,9 @@ class Engine:
         with stats.phase("norm"):  # one scale for all ranks: the clipping factor; 0 if a gradient is not finite
             step = self._agree(groups, stats)
         with stats.phase("mask"):
-            if self.masks.missing(step):  # the first sparse step ranks its own gradient, all of it
-                self.shard.fold(step)
-                step.folded = True
-                self.masks.make_now(step)
-            step.mask = self.masks.active
+            if step.sent < self.layout.block_size and not step.state.sparse:  # nothing is left of earlier steps:
+                self.shard.fold(step)  # it ranks its own gradient, all of it
+            step.mask = self.masks.of(step)
         with stats.phase("sweep"):  # gradients go into the residual, and the masked entries leave it
             message = self.shard.take_others(step)
         with stats.phase("exchange"):  # all-to-all: to the owners of the entries
@@ -105,13 +103,14 @@ class Engine:
             self.shard.write_others(step, arriving.wait())
         step.state.calls += 1
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
-            self.masks.launch(step.state)
+            if step.mask is not None:  # else nothing is left to rank
+                self.masks.launch(step.state, step.state.calls)
         self._end(step)
 
     def _begin(self) -> StepStats:
         self.consolidated = None
         self.opening.check_measured()
-        self._settle_last_step()
+        self.settle()
         stats = self._next_stats
         self._next_stats = StepStats(bytes_dense=stats.bytes_dense)
         return stats
@@ -127,7 +126,6 @@ class Engine:
         arrived = torch.cuda.Event() if scale.is_cuda else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(scale.device))
-        self._verdict = told, arrived, answer.facts
         self.parameters.flatten()
         if self.state is None:
             self.state = self.allocate()
@@ -137,20 +135,21 @@ class Engine:
             self.opening.compared = True
         sent = self.masks.config.sent(state.calls)
         stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
-        return Step(state, groups, grads, stats, self.shard.scale(state, scale, answer.present), sent)
+        scales = self.shard.scale(state, scale, answer.present)
+        return Step(state, groups, grads, stats, scales, sent, (told, arrived, answer.facts))
 
     def _end(self, step: Step) -> None:
         state, stats, every = step.state, step.stats, self.config.check_replicas_every
-        stats.step, self.stats = state.calls, stats
+        stats.step, stats.skipped_total = state.calls, state.skipped_total
+        self.stats, self._verdict = stats, step.verdict
         self.opening.forget()
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self.check_replicas()
         if not step.scale.whole.is_cuda:  # else the CPU would wait: it learns with the next step
-            self._hear_verdict(state)
-        stats.skipped_total = state.skipped_total
+            self._hear_verdict()
 
-    def _settle_last_step(self) -> None:
+    def settle(self) -> None:
         """The mask under way arrives; on CUDA the CPU learns whether the last step was skipped.
 
         No message of a step begins before: two communicators of NCCL that are busy at once may wait for each other.
@@ -158,18 +157,17 @@ class Engine:
         stats = self._next_stats
         with stats.phase("wait"):
             stats.exchange_wait += self.masks.wait()
-        if self.state is not None:
-            self._hear_verdict(self.state)
+        self._hear_verdict()
 
-    def _hear_verdict(self, state: ScapeState) -> None:
+    def _hear_verdict(self) -> None:
         """Counts the last step as taken or skipped.
 
         Raises:
             FloatingPointError: too many in a row were skipped; on every rank in the same step.
             RuntimeError: ranks were apart in it.
         """
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
+        verdict, state, stats, self._verdict = self._verdict, self.state, self.stats, None
+        if verdict is None or state is None or stats is None:
             return
         told, arrived, facts = verdict
         if arrived is not None:
@@ -178,10 +176,11 @@ class Engine:
         if not together:
             raise apart(self.comm, self.node, facts)
         if taken:
-            state.skipped_in_row = 0
+            state.skipped_in_row, state.sparse = 0, stats.density < 1
             return
         state.skipped_in_row += 1
         state.skipped_total += 1
+        stats.skipped_total = state.skipped_total
         in_row, most = state.skipped_in_row, self.config.max_skipped
         if in_row >= most:
             raise FloatingPointError(
@@ -210,12 +209,12 @@ class Engine:
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         with self._next_stats.phase("norm"):
-            self._settle_last_step()
+            self.settle()
             return self.opening.clip(groups, self.calls, max_norm, error_if_nonfinite)
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
-        self._settle_last_step()
+        self.settle()
         return self.opening.all_finite(groups, self.calls)
 
     def allocate(self) -> ScapeState:
@@ -224,7 +223,7 @@ class Engine:
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
-        self._settle_last_step()
+        self.settle()
         return self.state or self.allocate()
 
     def replace_state(self, state: ScapeState) -> None:
@@ -244,6 +243,7 @@ class Engine:
         )
         if state is None or not same or state.step.device != mine.device:
             return False
+        former._hear_verdict()
         self.replace_state(state)
         return True
 
