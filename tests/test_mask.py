@@ -42,7 +42,7 @@ class Numbered(ScapeCommunicator):
 def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
     masks = Masks(layout, comm, config)
-    return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
+    return comm, masks, ScapeState.allocate(layout, torch.float32, CPU)
 
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
@@ -135,7 +135,7 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.999, sparsity_warmup_steps=0)
     layout = Layout([4000], [0], 1000, 1)
     masks = Masks(layout, ScapeCommunicator.alone(), config)
-    state = ScapeState.allocate(layout, config, torch.float32, CPU)
+    state = ScapeState.allocate(layout, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
     mask, _ = take(masks, state, 0)
     assert mask is not None
@@ -169,7 +169,7 @@ def test_ranks_take_turns_and_every_shard_has_the_choice_of_its_maker(ranks: int
     for rank in range(ranks):
         comm = Others(rank, residuals, layout)
         masks = Masks(layout, comm, config)
-        state = ScapeState.allocate(layout, config, torch.float32, CPU)
+        state = ScapeState.allocate(layout, torch.float32, CPU)
         state.residual.copy_(residuals[rank])
         for calls in (0, 1, 2, 7, 1000):
             comm.calls = calls

@@ -23,13 +23,7 @@ from lightning_scape.scape.state import ScapeState, Step
 
 
 class Masks:
-    """The mask in use and the one under way.
-
-    Args:
-        layout: blocks and shards.
-        comm: sends masks.
-        config: says how many entries each step sends.
-    """
+    """The mask in use and the one under way."""
 
     def __init__(self, layout: Layout, comm: ScapeCommunicator, config: ScapeConfig) -> None:
         self.config = config
@@ -39,10 +33,6 @@ class Masks:
         """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
         self._pending_sent = self._pending_turn = 0
         self._layout, self._comm = layout, comm
-
-    def sends_all(self, step: int) -> bool:
-        """Whether a step sends everything."""
-        return self.config.sent(step) == self._layout.block_size
 
     def wait(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the CPU waited."""
@@ -71,7 +61,7 @@ class Masks:
         Two steps make it now, and wait for it. One has folded its own gradient, all of it, for nothing was left to
         rank. The other is the first after a load: its mask comes again from what the step before has left.
         """
-        if self.sends_all(step.state.calls):
+        if step.sent == self._layout.block_size:
             self.active = None
         elif step.folded or self.active is None:
             self.launch(step.state, step.state.calls + step.folded)

@@ -17,9 +17,6 @@ from lightning_scape.scape.config import ScapeConfig
 Groups = Sequence[dict[str, Any]]
 """An optimizer's parameter groups: schedulers change them from step to step."""
 
-SHARD_TENSORS = ("exp_avg", "last_step", "master", "exp_avg_sq", "change_error")
-"""Names of the shard's tensors, each ``[R, B]`` or None."""
-
 
 @dataclass
 class ScapeState:
@@ -41,30 +38,31 @@ class ScapeState:
     sparse: bool = False
     """Whether the last step that was not skipped has left something to rank: it did not send everything."""
     master: Tensor | None = None
-    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step,
-    all zeros. One that does not round to its parameter gives way to it when its entry is updated."""
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel. One that does not round to
+    its parameter gives way to it when its entry is updated; so it may begin as zero."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""
     change_error: Tensor | None = None
     """``[R, B]`` fp32 (fp64), where changes of parameters are packed: what an entry's parameter lacks, for its changes
-    were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at the first
-    step."""
+    were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
     ``step`` minus this. None stands for zeros."""
 
     @classmethod
-    def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
-        """All zeros."""
+    def allocate(cls, layout: Layout, dtype: torch.dtype, device: torch.device, *others: str) -> ScapeState:
+        """All zeros; with these others, which not every state has."""
         shard = (layout.shard_blocks, layout.block_size)
-        return cls(
+        state = cls(
             residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=device),
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
+        for name in others:
+            setattr(state, name, torch.zeros_like(state.exp_avg))
+        return state
 
 
 def state_bytes(config: ScapeConfig, ranks: int) -> float:
@@ -149,7 +147,3 @@ class Step:
     """``[blocks, q]``: the masked entries, as positions in their blocks. None: all."""
     folded: bool = False
     """Whether the gradients are in the residual already."""
-
-    def mask_of(self, rows: slice) -> Tensor | None:
-        """The mask of some rows."""
-        return None if self.mask is None else self.mask[rows]

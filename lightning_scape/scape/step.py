@@ -18,6 +18,7 @@ from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import apart, check_replicas
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
@@ -32,22 +33,13 @@ class Engine:
 
     :class:`~lightning_scape.ScapeOptimizer` holds one as ``engine``, and gives it the parameter groups at each call.
     Fabric's wrapper shares it by reference. Tests, simulated ranks and benchmarks look at training through it.
-
-    Args:
-        parameters: those trained.
-        config: all options; ``update`` is not None.
-        comm: sends the messages.
-        node: messages between the ranks that hold the other rows of the same replica.
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        config: ScapeConfig,
-        comm: ScapeCommunicator,
-        node: Communicator,
+        self, parameters: Parameters, config: ScapeConfig, comm: ScapeCommunicator, node: Communicator
     ) -> None:
         self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
+        """``node``: the ranks that hold the other rows of the same replica."""
         self.everyone = everyone(comm, node)
         """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in parameters.local]
@@ -67,17 +59,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- the step
 
+    @entry
     def step(self, groups: Groups) -> None:
-        """Exchanges the masked entries and updates them. Collective.
-
-        Args:
-            groups: the optimizer's parameter groups.
-
-        Raises:
-            FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
-            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
-                since they were clipped.
-        """
+        """Exchanges the masked entries and updates them. Collective; raises what :meth:`ScapeOptimizer.step` says."""
         stats = self._begin()  # the mask that was made in the last step arrives
         with stats.phase("norm"):  # one scale for all ranks: the clipping factor; 0 if a gradient is not finite
             step = self._agree(groups, stats)
@@ -127,9 +111,7 @@ class Engine:
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(scale.device))
         self.parameters.flatten()
-        if self.state is None:
-            self.state = self.allocate()
-        state = self.state
+        state = self.state = self.state or self.allocate()
         if not self.opening.compared:  # the first step, or the first after a load
             self.check_replicas()
             self.opening.compared = True
@@ -160,12 +142,7 @@ class Engine:
         self._hear_verdict()
 
     def _hear_verdict(self) -> None:
-        """Counts the last step as taken or skipped.
-
-        Raises:
-            FloatingPointError: too many in a row were skipped; on every rank in the same step.
-            RuntimeError: ranks were apart in it.
-        """
+        """Counts the last step as taken or skipped; raises on all ranks if too many were, or if ranks were apart."""
         verdict, state, stats, self._verdict = self._verdict, self.state, self.stats, None
         if verdict is None or state is None or stats is None:
             return
@@ -218,8 +195,15 @@ class Engine:
         return self.opening.all_finite(groups, self.calls)
 
     def allocate(self) -> ScapeState:
-        """Buffers, all zeros."""
-        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
+        """Buffers, all zeros. Where changes travel packed, the owner keeps what parameters lack; else masters."""
+        packed, parameters = self.shard.packed, self.parameters
+        needed = {
+            "exp_avg_sq": self.config.update == "adamw",
+            "change_error": packed,
+            "master": parameters.need_masters and not packed,
+        }
+        others = [name for name, need in needed.items() if need]
+        return ScapeState.allocate(self.layout, parameters.state_dtype, parameters.device, *others)
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
@@ -247,8 +231,7 @@ class Engine:
         self.replace_state(state)
         return True
 
-    def step_bytes(self, sent: int | None = None) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by kind; ``sent`` per block, None: as many as after the warm-up."""
+    def step_bytes(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step after the warm-up, by kind."""
         numels = [parameter.numel() for parameter in self.parameters.local]
-        back = self.parameters.wire_dtype.itemsize
-        return scape_bytes(numels, self.comm.world_size, self.config, sent, back)
+        return scape_bytes(numels, self.comm.world_size, self.config, back=self.parameters.wire_dtype.itemsize)
