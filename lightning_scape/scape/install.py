@@ -152,15 +152,6 @@ def uninstall(optimizer: Optimizer) -> None:
     optimizer.state.pop(ELSEWHERE, None)  # type: ignore[call-overload]
 
 
-def retire(optimizer: Optimizer) -> None:
-    """At a fit's end: the next step is the optimizer's own. Till then its state may be saved, and another fit take it.
-
-    Not :func:`uninstall`: what is saved after a fit would have no state, without a word.
-    """
-    if (here := installed(optimizer)) is not None:
-        here.retired = True
-
-
 @Optimizer.profile_hook_step  # the profiler's range, the user's hooks and the global ones
 def _step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     loss = None

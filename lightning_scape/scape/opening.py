@@ -222,9 +222,8 @@ class Opening:
             self.forget()
         self.check_measured()
         _, answer = self.gradients(groups, calls)
-        finite = bool(torch.isfinite(answer.norm))
         self._remember()
-        return finite
+        return bool(torch.isfinite(answer.norm))
 
     def _remember(self) -> None:
         """Notes the gradients whose norm is known before the step: it takes the same ones."""

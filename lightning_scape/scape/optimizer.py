@@ -265,7 +265,8 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
 
     @override
     def give_back(self) -> None:
-        install.retire(self.optimizer)
+        if (here := install.installed(self.optimizer)) is not None:
+            here.retired = True  # not uninstalled: what is saved after a fit would have no state, without a word
 
     @override
     def close(self) -> None:
