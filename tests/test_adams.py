@@ -120,9 +120,9 @@ def test_resume_from_state_dict_is_bitwise(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1e-3}, r"`lr` must be a number >= 0, got -0\.001"),
-        ({"eps": 0.0}, r"`eps` must be a number > 0, got 0\.0"),
-        ({"betas": (1.0, 0.95)}, r"`betas\[0\]` must be a number in \[0, 1\), got 1\.0"),
+        ({"lr": -1e-3}, r"`lr` must be >= 0, got -0\.001"),
+        ({"eps": 0.0}, r"`eps` must be at least 1\.17549e-38, got 0\.0"),
+        ({"betas": (1.0, 0.95)}, r"`betas` must be two numbers in \[0, 1\), got \(1\.0, 0\.95\)"),
     ],
 )
 def test_bad_options_are_refused(options, message):

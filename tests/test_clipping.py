@@ -226,11 +226,77 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 def skip_forever(rank: int, world_size: int) -> None:
     params = parameters()
     optimizer = ScapeOptimizer(params, config=ScapeConfig(max_skipped=4, sparsity_warmup_steps=0))
-    for step in range(9):
-        set_gradients(params, rank, step)
-        if rank == 1:
-            params[0].grad.fill_(float("inf"))  # type: ignore[union-attr]
+    try:
+        for step in range(9):
+            set_gradients(params, rank, step)
+            if rank == 1:
+                params[0].grad.fill_(float("inf"))  # type: ignore[union-attr]
+            optimizer.step()
+    finally:
+        assert optimizer.stats is not None
+        assert optimizer.stats.skipped_total == 4
+
+
+@pytest.mark.filterwarnings("ignore:The gradient norm was not finite", "ignore:The checkpoint was written with other")
+@pytest.mark.parametrize("before", ["skipped steps", "dense training"])
+def test_where_nothing_is_left_to_rank_a_mask_is_made_of_the_steps_own_gradient(before: str) -> None:
+    """Not of an empty residual: that would be the first entries of each block."""
+    parameter = nn.Parameter(torch.zeros(1000))
+    sparse = ScapeConfig(sparsity=0.999, sparsity_warmup_steps=0, wire_dtype="fp32")
+
+    def step(optimizer: ScapeOptimizer, value: float) -> None:
+        parameter.grad = torch.zeros(1000)
+        parameter.grad[7] = value
         optimizer.step()
+
+    optimizer = ScapeOptimizer([parameter], config=sparse if before == "skipped steps" else ScapeConfig(sparsity=0))
+    for _ in range(2):
+        step(optimizer, float("nan") if before == "skipped steps" else 1.0)
+    going_on = ScapeOptimizer([parameter], config=sparse)  # also from a checkpoint of skipped steps
+    going_on.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, going_on) if before == "skipped steps" else (going_on,):
+        old = parameter.detach().clone()
+        step(each, 1.0)
+        assert (parameter.detach() != old).nonzero().view(-1).tolist() == [7]
+
+
+def test_a_step_that_fails_counts_as_neither_taken_nor_skipped() -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    compare = optimizer.engine.check_replicas
+
+    def fail() -> None:
+        raise RuntimeError("ranks differ")
+
+    optimizer.engine.check_replicas = fail  # type: ignore[method-assign]
+    for parameter in params:
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    with pytest.raises(RuntimeError, match="ranks differ"):
+        optimizer.step()
+    optimizer.engine.check_replicas = compare  # type: ignore[method-assign]
+    optimizer.zero_grad()
+    set_gradients(params, 0, 0)
+    optimizer.step()
+    assert optimizer.stats is not None
+    assert optimizer.stats.skipped_total == 0
+
+
+@pytest.mark.filterwarnings("error:The gradient norm was not finite")
+def test_what_the_cpu_learns_late_it_learns_at_the_end_of_a_fit() -> None:
+    """As on CUDA, where no step waits for what became of it."""
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    engine = optimizer.engine
+    hear, engine._hear_verdict = engine._hear_verdict, lambda: None  # type: ignore[method-assign]
+    set_gradients(params, 0, 0)
+    params[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+    optimizer.step()
+    engine._hear_verdict = hear  # type: ignore[method-assign]
+    assert optimizer.stats is not None
+    assert optimizer.stats.skipped_total == 0
+    with pytest.warns(UserWarning, match="1 in a row, 1 in total"):
+        optimizer.finish()
+    assert optimizer.stats.skipped_total == 1
 
 
 @pytest.mark.filterwarnings("ignore:The gradient norm was not finite")

@@ -42,27 +42,28 @@ class Numbered(ScapeCommunicator):
 def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
     masks = Masks(layout, comm, config)
-    return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
+    return comm, masks, ScapeState.allocate(layout, torch.float32, CPU)
 
 
 def begun(masks: Masks, state: ScapeState, number: int) -> Step:
     state.calls, one, sent = number, torch.ones(()), masks.config.sent(number)
-    return Step(state, [], [], StepStats(), Scale(one, one, one), sent)
+    step = Step(state, [], [], StepStats(), Scale(one, one, one), sent, (one, None, {}))
+    step.folded = sent < state.residual.shape[1] and not state.sparse
+    return step
 
 
 def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:
     """The mask that a step uses, and the seconds that it waits, as the engine does."""
     step = begun(masks, state, number)
     step.stats.exchange_wait = masks.wait()
-    if masks.missing(step):
-        masks.make_now(step)
-    return masks.active, step.stats.exchange_wait
+    return masks.of(step), step.stats.exchange_wait
 
 
 def send(masks: Masks, state: ScapeState, number: int) -> None:
     """The end of a step: it launches the exchange of the next mask."""
-    state.calls = number + 1
-    masks.launch(state)
+    state.calls, state.sparse = number + 1, masks.config.sent(number) < state.residual.shape[1]
+    if state.sparse:
+        masks.launch(state, state.calls)
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
@@ -111,9 +112,10 @@ def test_a_mask_that_fails_to_come_is_waited_for_once() -> None:
 def test_after_a_load_the_mask_comes_from_what_the_step_before_has_left() -> None:
     """Not from the gradient of the step that uses it, as the first one: so it is the one that was there."""
     comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    assert not masks.missing(begun(masks, state, 5))
+    state.sparse = True
+    assert take(masks, state, 5)[0] is not None
     assert (comm.made, comm.waits) == (1, 1)
-    assert masks.active is not None
+    assert masks._pending_turn == 5
 
 
 def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
@@ -133,12 +135,9 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.999, sparsity_warmup_steps=0)
     layout = Layout([4000], [0], 1000, 1)
     masks = Masks(layout, ScapeCommunicator.alone(), config)
-    state = ScapeState.allocate(layout, config, torch.float32, CPU)
+    state = ScapeState.allocate(layout, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
-    step = begun(masks, state, 0)
-    assert masks.missing(step)
-    masks.make_now(step)
-    mask = masks.active
+    mask, _ = take(masks, state, 0)
     assert mask is not None
     assert mask.view(-1).tolist() == [3, 0, 9, 5]
 
@@ -170,7 +169,7 @@ def test_ranks_take_turns_and_every_shard_has_the_choice_of_its_maker(ranks: int
     for rank in range(ranks):
         comm = Others(rank, residuals, layout)
         masks = Masks(layout, comm, config)
-        state = ScapeState.allocate(layout, config, torch.float32, CPU)
+        state = ScapeState.allocate(layout, torch.float32, CPU)
         state.residual.copy_(residuals[rank])
         for calls in (0, 1, 2, 7, 1000):
             comm.calls = calls

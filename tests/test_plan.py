@@ -57,6 +57,13 @@ def test_bytes_of_scape_are_those_that_a_run_counts(run_ranks: Any, sparsity: fl
         assert counted[0] > counted[-1]
 
 
+def test_a_run_that_ends_before_its_first_sparse_step_sends_no_mask() -> None:
+    config = ScapeConfig()
+    dense = config.sent_by_step(100)[200]
+    assert dense == 49
+    assert run_bytes(NUMELS, 2, config, dense) == dense * sum(scape_bytes(NUMELS, 2, config, sent=200).values())
+
+
 def _sparseloco(rank: int, world_size: int) -> int:
     parameters = _parameters(rank)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)

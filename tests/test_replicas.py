@@ -195,7 +195,7 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
         ("shape", r"got a difference: parameters .*\[0\] is .*\(37, 11\).* on rank 0 and .*\(37, 12\).* on rank 1"),
         ("sparsity", r"config\[0\] is 'sparsity=0.9' on rank 0 and 'sparsity=0.99' on rank 1"),
         ("version", r"lightning_scape's version is '.*' on rank 0 and '9.9' on rank 1"),
-        ("bad lr", r"`lr` must be a number >= 0, got -1"),
+        ("bad lr", r"`lr` must be >= 0, got -1"),
         ("lr", r"lr of group 0 is 0\.001 on rank 0 and 0\.5 on rank 1"),
         ("values", r"bitwise equal parameters, got 'layer3.weight' of 2100 entries different from rank 0's on rank 1"),
     ],

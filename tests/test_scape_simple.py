@@ -78,6 +78,7 @@ class Both:
             optimizer.engine.masks.wait()
             state = optimizer.engine.state
             state.calls += steps
+            state.sparse = True
             state.step += steps
             state.last_step += steps
 

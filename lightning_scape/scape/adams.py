@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -12,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
+
+from lightning_scape.core.parameters import problem_of_groups
 
 
 class AdamS(Optimizer):
@@ -46,13 +47,8 @@ class AdamS(Optimizer):
         weight_decay: float = 0.1,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            numbers = {"betas[0]": group["betas"][0], "betas[1]": group["betas"][1], **group}
-            for name in ("lr", "betas[0]", "betas[1]", "eps", "weight_decay"):
-                most = 1 if "beta" in name else math.inf
-                if not 0 <= float(numbers[name]) < most or (name == "eps" and not numbers[name]):
-                    rule = "in [0, 1)" if most == 1 else "> 0" if name == "eps" else ">= 0"
-                    raise ValueError(f"`{name}` must be a number {rule}, got {numbers[name]!r}. See AdamS's defaults.")
+        if (problem := problem_of_groups(self.param_groups)) is not None:
+            raise ValueError(problem)
 
     @override
     @torch.no_grad()
@@ -67,7 +63,8 @@ class AdamS(Optimizer):
             for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]
                 if not state:
-                    state |= {"step": 0, "exp_avg": torch.zeros_like(param, dtype=_state_dtype(param))}
+                    dtype = torch.promote_types(param.dtype, torch.float32)
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(param, dtype=dtype)}
                 m = state["exp_avg"]
                 grad, theta = param.grad.to(m.dtype), param.to(m.dtype)
                 denominator = m.square().mul_(beta2).addcmul_(grad, grad, value=1 - beta2).sqrt_().add_(eps)
@@ -84,9 +81,5 @@ class AdamS(Optimizer):
         params: chain[Tensor] = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
             if number in state_dict["state"]:
-                moment = state_dict["state"][number]["exp_avg"]
-                self.state[param]["exp_avg"] = moment.to(param.device, _state_dtype(param), copy=True)
-
-
-def _state_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
+                moment, dtype = state_dict["state"][number]["exp_avg"], torch.promote_types(param.dtype, torch.float32)
+                self.state[param]["exp_avg"] = moment.to(param.device, dtype, copy=True)

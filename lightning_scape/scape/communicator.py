@@ -62,8 +62,8 @@ def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int
     """Bytes that a rank sends in the first steps of a run, warm-up included."""
     of_step = functools.partial(scape_bytes, numels, ranks, config)
     whole = sum(count * sum(of_step(sent).values()) for sent, count in config.sent_by_step(steps).items())
-    # Each step sends the mask of the next one, and the first sparse one its own, too.
-    return whole + of_step(config.sent(steps))["mask"]
+    # Each sparse step sends the mask of the next one, and the first its own, too.
+    return whole + (of_step(config.sent(steps))["mask"] if of_step(config.sent(steps - 1))["mask"] else 0)
 
 
 class ScapeCommunicator(Communicator):

@@ -71,7 +71,8 @@ class ScapeConfig:
     something changes a parameter on one rank alone, it stays different where changes come back (see ``wire_dtype``)."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.sparsity) or not (self.sparsity == 0 or 0.5 <= self.sparsity < 1.0):
+        number = isinstance(self.sparsity, (int, float)) and not isinstance(self.sparsity, bool)
+        if not number or not (self.sparsity == 0 or 0.5 <= self.sparsity < 1.0):
             raise ValueError(
                 f"`sparsity` must be a number in [0.5, 1), or 0, got {self.sparsity!r}. It is the share of entries that"
                 " is not sent: 0.99 sends 1% of them; use 0 to send everything."
@@ -96,23 +97,18 @@ class ScapeConfig:
                     f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}. Use {known[0]!r} if unsure."
                 )
         check_sharding(self.local_group_size, self.reshard_after_forward)
-        if self.dense and self.sparsity_warmup_steps:
+        if not self.sparsity and self.sparsity_warmup_steps:
             raise ValueError(
                 f"`sparsity_warmup_steps` must be 0 when sparsity is 0, got {self.sparsity_warmup_steps}: there is no"
                 " sparsity to warm up to. Raise `sparsity` or drop the warm-up."
             )
 
     @property
-    def dense(self) -> bool:
-        """Whether everything is sent at every step."""
-        return self.sparsity == 0.0
-
-    @property
     def warmup_steps(self) -> int:
         """`sparsity_warmup_steps`, its default filled in."""
-        if self.sparsity_warmup_steps is not None or self.dense:
-            return self.sparsity_warmup_steps or 0
-        density = self.quota.density
+        if self.sparsity_warmup_steps is not None:
+            return self.sparsity_warmup_steps
+        density = self.quota.density  # 1 at sparsity 0: then there is none
         return math.ceil(STEPS_PER_WAIT * max(1.0, 10 * math.sqrt(density)) * (1 / density - 1))
 
     @property
@@ -147,13 +143,9 @@ class ScapeConfig:
     @property
     def wire(self) -> WireDtype:
         """`wire_dtype`, its default filled in. Dense training is as with torch's optimizer."""
-        return self.wire_dtype or ("fp32" if self.dense else "int4")
+        return self.wire_dtype or ("int4" if self.sparsity else "fp32")
 
     @property
     def packed(self) -> bool:
         """Whether values travel in 4 bits."""
         return self.wire == "int4"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_scape.checkpoint.shards import collect, not_collected
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import local
-from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, entry, refuse_plain_scaler
+from lightning_scape.core.private_names import STEPPED, TRACKED, UNSCALES_ITSELF, refuse_plain_scaler
 from lightning_scape.core.words import with_plain_numbers
 from lightning_scape.scape import saved
 from lightning_scape.scape.adams import AdamS
@@ -31,6 +31,7 @@ _HERE = "_lightning_scape"
 """Attribute of the user's optimizer, which it neither copies nor pickles."""
 ELSEWHERE = "lightning_scape"
 """The one key of ``optimizer.state``: torch's ``get_optimizer_state_dict`` takes a step where the dict is empty."""
+_NOTE: dict[Any, Any] = {ELSEWHERE: {"note": "Each rank holds a part of the state: see `optimizer.state_dict()`."}}
 PARTS = "lightning_scape_parts"
 """Key of a ``State`` in what an optimizer loads."""
 _ACCEPTED = (torch.optim.AdamW, torch.optim.Adam, AdamS)
@@ -43,11 +44,9 @@ _NOT_KEPT = {
 
 
 def check_convertible(optimizer: Optimizer) -> None:
-    """Raises unless the optimizer is an AdamW, Adam or AdamS with settings that can be kept.
+    """Raises unless the optimizer is an AdamW, Adam or AdamS with the step of that class and settings that can be kept.
 
-    Raises:
-        TypeError: another kind of optimizer, or one with a step of its own.
-        ValueError: a setting that cannot be kept, or a state that is sharded.
+    A state that is sharded cannot.
     """
     kind = type(optimizer)
     # torch wraps `step` once per class (profiling), and a scheduler once per object: compare what is inside.
@@ -78,11 +77,7 @@ def check_convertible(optimizer: Optimizer) -> None:
 
 
 def state_brought(optimizer: Optimizer, ranks: Communicator) -> dict[str, Any] | None:
-    """What an optimizer has learnt before SCAPE takes its place; None: nothing yet. Collective.
-
-    Raises:
-        ValueError: some ranks' optimizers have stepped, or were given a state, and others' have not; on every rank.
-    """
+    """What an optimizer has learnt before SCAPE takes its place, all ranks' or none's; None: nothing. Collective."""
     # A mere look at an entry of torch's `state` makes an empty one.
     have = ranks.all_gather_object(any(value for key, value in optimizer.state.items() if key != ELSEWHERE))
     if all(have):
@@ -135,7 +130,7 @@ def install(optimizer: Optimizer, engine: Engine) -> None:
     setattr(step, TRACKED, True)
     optimizer.step = step  # type: ignore[method-assign]
     optimizer.state.clear()
-    optimizer.state.update(_note())
+    optimizer.state.update(_NOTE)
     vars(optimizer).update({_HERE: here, UNSCALES_ITSELF: False})  # else a GradScaler leaves gradients scaled
     here.hooks = [
         # First, so that the user's hooks see all of it.
@@ -152,25 +147,9 @@ def uninstall(optimizer: Optimizer) -> None:
         return
     for hook in here.hooks:
         hook.remove()
-    for name in (_HERE, UNSCALES_ITSELF):
-        vars(optimizer).pop(name)
-    if here.unscales is not None:
-        vars(optimizer)[UNSCALES_ITSELF] = here.unscales
-    for name in _note():
-        optimizer.state.pop(name, None)
-
-
-def _note() -> dict[Any, Any]:
-    return {ELSEWHERE: {"note": "Each rank holds a part of the state: see `optimizer.state_dict()`."}}
-
-
-def retire(optimizer: Optimizer) -> None:
-    """At a fit's end: the next step is the optimizer's own. Till then its state may be saved, and another fit take it.
-
-    Not :func:`uninstall`: what is saved after a fit would have no state, without a word.
-    """
-    if (here := installed(optimizer)) is not None:
-        here.retired = True
+    vars(optimizer).pop(_HERE)
+    vars(optimizer)[UNSCALES_ITSELF] = here.unscales
+    optimizer.state.pop(ELSEWHERE, None)  # type: ignore[call-overload]
 
 
 @Optimizer.profile_hook_step  # the profiler's range, the user's hooks and the global ones
@@ -179,17 +158,12 @@ def _step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    _take_step(optimizer)
-    return loss
-
-
-@entry
-def _take_step(optimizer: Optimizer) -> None:
     here = installed(optimizer)
     assert here is not None
     if here.engine.comm.world_size > 1:
         refuse_plain_scaler()
     here.engine.step(optimizer.param_groups)
+    return loss
 
 
 def _saved(here: Installed, state: dict[str, Any]) -> dict[str, Any]:
@@ -205,12 +179,11 @@ def _saved(here: Installed, state: dict[str, Any]) -> dict[str, Any]:
 def consolidate(engine: Engine, to: int = 0) -> None:
     """Collects the state of all ranks on one, for the next ``state_dict()`` there. Collective."""
     engine.consolidated = None
-    own = saved.own_state(engine, engine.state_at_rest(), {"param_groups": []})
+    own = saved.own_state(engine, {"param_groups": []})
     # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
     device = engine.state.step.device if engine.state else engine.parameters.device
     whole = collect(own, engine.everyone, device, to)
-    if whole is not None:
-        engine.consolidated = saved.whole_state(whole)
+    engine.consolidated = None if whole is None else saved.whole_state(whole)
 
 
 def _load(here: Installed, given: Any) -> dict[str, Any]:
@@ -221,7 +194,7 @@ def _load(here: Installed, given: Any) -> dict[str, Any]:
         parts = given.pop(PARTS)
         parts.update({name: value for name, value in given.items() if name != "state"})  # as user's hooks left it
     here.loading = loaded = engine.everyone.raise_on_all_ranks(lambda: saved.load(engine, parts))
-    return {"state": _note(), "param_groups": loaded.param_groups}
+    return {"state": _NOTE, "param_groups": loaded.param_groups}
 
 
 def _take_up(here: Installed) -> None:

@@ -23,13 +23,7 @@ from lightning_scape.scape.state import ScapeState, Step
 
 
 class Masks:
-    """The mask in use and the one under way.
-
-    Args:
-        layout: blocks and shards.
-        comm: sends masks.
-        config: says how many entries each step sends.
-    """
+    """The mask in use and the one under way."""
 
     def __init__(self, layout: Layout, comm: ScapeCommunicator, config: ScapeConfig) -> None:
         self.config = config
@@ -39,10 +33,6 @@ class Masks:
         """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
         self._pending_sent = self._pending_turn = 0
         self._layout, self._comm = layout, comm
-
-    def sends_all(self, step: int) -> bool:
-        """Whether a step sends everything."""
-        return self.config.sent(step) == self._layout.block_size
 
     def wait(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the CPU waited."""
@@ -65,39 +55,26 @@ class Masks:
         """Whether a mask of so many entries travels as bits. Its positions come out in ascending order."""
         return self._layout.world_size > 1 and ops.as_bits(sent, self._layout.block_size)
 
-    def missing(self, step: Step) -> bool:
-        """Whether this step must make its own mask (:meth:`make_now`): the first sparse step must.
+    def of(self, step: Step) -> Tensor | None:
+        """The mask of a step, made in the one before; None: the step sends everything.
 
-        Others have one from the step before. Where a state was loaded in between, the same comes again from its
-        residual: it is not saved.
+        Two steps make it now, and wait for it. One has folded its own gradient, all of it, for nothing was left to
+        rank. The other is the first after a load: its mask comes again from what the step before has left.
         """
-        if self.sends_all(step.number):
+        if step.sent == self._layout.block_size:
             self.active = None
-        elif self.active is None:
-            self.launch(step.state)
+        elif step.folded or self.active is None:
+            self.launch(step.state, step.state.calls + step.folded)
             step.stats.exchange_wait += self.wait()
-            return self.active is None
-        return False
+        return self.active
 
-    def make_now(self, step: Step) -> None:
-        """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
-        self._launch(step.sent, step.number + 1, step.state)
-        step.stats.exchange_wait += self.wait()
+    def launch(self, state: ScapeState, turn: int) -> None:
+        """Ranks the shard whose turn it is with this rank, and exchanges the coming step's mask, beside what follows.
 
-    def launch(self, state: ScapeState) -> None:
-        """Launches the exchange of the coming step's mask, if one is due; on CUDA behind all work queued so far.
-
-        None is due if the last step sent everything: then nothing is left in the residual to rank, and the first sparse
-        step makes its mask from its own gradient.
+        On CUDA that is behind all work queued so far. Nobody changes the residual till then. The turn goes by the CPU's
+        count of steps, for a GPU learns late which were skipped.
         """
-        if state.calls and not self.sends_all(state.calls - 1):
-            self._launch(self.config.sent(state.calls), state.calls, state)
-
-    def _launch(self, sent: int, turn: int, state: ScapeState) -> None:
-        """Ranks the shard whose turn it is with this rank, beside what follows. Nobody changes the residual till then.
-
-        The turn goes by the CPU's count of steps, for a GPU learns late which were skipped.
-        """
+        sent = self.config.sent(state.calls)
         layout, residual, device, bits = self._layout, state.residual, state.step.device, self._as_bits(sent)
         self._pending_sent, self._pending_turn = sent, turn
         rows = layout.rows_of((self._comm.rank - turn) % layout.world_size)

@@ -1,16 +1,14 @@
 """A step's first message: the norm, and whether all ranks are at the same step with the same settings.
 
 One all-reduce. Besides the measured norm it carries a digest of what must be the same on all ranks (its facts), and
-flags: which parameters have a gradient on this rank.
-
-A digest is three whole numbers ``x``, small enough that fp32 adds up those of ``N`` ranks exactly. Where all are equal,
-``sum(x) = N x`` on every rank. If they differ, that holds on a rank only by chance, once in ``2**60`` steps (N = 16).
+flags: which parameters have a gradient on this rank. Facts that differ go unseen by a rank once in ``2**60`` steps
+(N = 16; docs/design.md, 3.6).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,7 +50,7 @@ def random_signs(count: int) -> Tensor:
 def _signs(device: torch.device) -> Tensor:
     """Those of sketches. A GPU reads them beside every gradient, as bytes: a quarter of what it reads there."""
     signs = random_signs(2 * _CHUNK)
-    return ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
+    return (signs.to(torch.int8) if device.type == "cuda" else signs).to(device)  # at once: other streams read it, too
 
 
 def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -92,9 +90,6 @@ class Opening:
     or are dropped; the message tells whether all ranks did the same.
 
     Args:
-        parameters: those trained; each has a flag.
-        communicator: the ranks whose gradients are averaged.
-        node: the ranks that hold the other rows of the same gradient.
         width: numbers of what is measured, at most; above 1 it is a sketch. The message has room for them in every
             step: whether ranks clip may differ by mistake, and messages of two lengths would not meet.
     """
@@ -117,7 +112,7 @@ class Opening:
         self.answer: Answer | None = None
         """To the first message, with the gradients at hand; None before it."""
         self._factor: Tensor | None = None
-        self._measured: list[tuple[Tensor | None, int | None]] = []
+        self._measured: list[tuple[Tensor | None, int]] = []
         """Gradients whose norm was asked for before the step, and their versions then."""
 
     # ------------------------------------------------------------------------------------------- the message
@@ -125,14 +120,9 @@ class Opening:
     def gradients(
         self, groups: Groups, calls: int, max_norm: float | None = None
     ) -> tuple[list[Tensor | None], Answer]:
-        """Returns flat gradients, and what all ranks know of them.
+        """Returns flat gradients, and what all ranks know of them. ``calls`` counts the steps before this one.
 
-        Sends the step's first message if it was not sent yet; with ``max_norm`` again.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            calls: steps before this one.
-            max_norm: bound of the norm; None: no clipping is asked for.
+        Sends the step's first message if it was not sent yet; with ``max_norm``, which asks for clipping, again.
 
         Raises:
             ValueError: a number of the groups breaks a rule; on every rank. Or a gradient is sparse, or groups train
@@ -142,25 +132,21 @@ class Opening:
         grads = self._parameters.flat_gradients()
         if self.answer is None or max_norm is not None:
             sketched, device = max_norm is not None and self._width > 1, self._parameters.device
-            given = [has_gradient(parameter) for parameter in self._parameters.tensors]
             measured = ops.sketch(grads, _signs(device), SKETCH_WIDTHS) if sketched else squared_norm(grads, device)
-            self.answer = self.exchange(measured, given, self._facts(groups, calls, max_norm))
+            facts = {
+                "the optimizer's number": self.communicator.number,
+                "the step": calls + 1,
+                "the batch": self.batch,
+                # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
+                "the number of gradients that no step used": self._left_out if self.batch is None else 0,
+                "whether parameters were compared since they were loaded": self.compared,
+                "max_norm": max_norm,
+                **settings(groups, HYPERPARAMETERS),
+            }
+            self.answer = self.exchange(measured, [*map(has_gradient, self._parameters.tensors)], facts)
         if (problem := problem_of_groups(groups)) is not None:  # on all ranks, for they have the same
             raise ValueError(problem)
         return grads, self.answer
-
-    def _facts(self, groups: Groups, calls: int, max_norm: float | None) -> Facts:
-        """What must be the same on all ranks in this step."""
-        return {
-            "the optimizer's number": self.communicator.number,
-            "the step": calls + 1,
-            "the batch": self.batch,
-            # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
-            "the number of gradients that no step used": self._left_out if self.batch is None else 0,
-            "whether parameters were compared since they were loaded": self.compared,
-            "max_norm": max_norm,
-            **settings(groups, HYPERPARAMETERS),
-        }
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], facts: Facts) -> Answer:
         """Sends the message, and returns what all ranks know then. Collective.
@@ -201,9 +187,7 @@ class Opening:
         0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
         where ranks are apart: then nothing is folded.
         """
-        usable = torch.isfinite(answer.norm)
-        if usable.is_cuda:
-            usable = usable & (answer.together != 0)
+        usable = torch.isfinite(answer.norm) & answer.together
         return torch.where(usable, 1.0 if self._factor is None else self._factor, 0.0)
 
     # ------------------------------------------------------------------------------------------- before the step
@@ -211,11 +195,7 @@ class Opening:
     def clip(self, groups: Groups, calls: int, max_norm: float, strict: bool) -> Tensor:
         """Records the factor ``min(1, max_norm / norm)``, times that of an earlier call for the same gradients.
 
-        Returns:
-            The norm that was measured, times the earlier factor: 0-dim fp32.
-
-        Raises:
-            RuntimeError: ``strict``, and it is not finite; or gradients have changed since an earlier call.
+        Returns the norm that was measured, times the earlier factor: 0-dim fp32. ``strict``: it must be finite.
         """
         if not max_norm > 0:
             raise ValueError(
@@ -224,10 +204,10 @@ class Opening:
             )
         self.check_measured()
         _, answer = self.gradients(groups, calls, max_norm)
-        norm = answer.norm if self._factor is None else answer.norm * self._factor
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        before = 1.0 if self._factor is None else self._factor
+        norm = answer.norm * before
         # clamp: a factor that underflows to 0 would read as "skip".
-        self._factor = (factor if self._factor is None else factor * self._factor).clamp(min=_TINY)
+        self._factor = ((max_norm / (norm + 1e-6)).clamp(max=1.0) * before).clamp(min=_TINY)
         if strict and not bool(torch.isfinite(norm)):
             raise RuntimeError(
                 f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
@@ -242,14 +222,16 @@ class Opening:
             self.forget()
         self.check_measured()
         _, answer = self.gradients(groups, calls)
-        finite = bool(torch.isfinite(answer.norm))
         self._remember()
-        return finite
+        return bool(torch.isfinite(answer.norm))
 
     def _remember(self) -> None:
         """Notes the gradients whose norm is known before the step: it takes the same ones."""
-        self._measured = [(grad, None if grad is None else version(grad)) for grad in self._parameters.raw_gradients()]
+        self._measured = list(self._at_hand())
         self._used = True  # also by ranks without gradients: what follows is decided by the same norm
+
+    def _at_hand(self) -> Iterator[tuple[Tensor | None, int]]:
+        return ((grad, 0 if grad is None else version(grad)) for grad in self._parameters.raw_gradients())
 
     def check_measured(self) -> None:
         """Forgets what was recorded if its gradients are gone, all of them, as after a step that was left out.
@@ -258,13 +240,9 @@ class Opening:
             RuntimeError: one has changed since it was clipped. It may no longer be finite, and the recorded factor
                 would also scale what was added since.
         """
-        pairs = list(zip(self._parameters.raw_gradients(), self._measured, strict=False))
-        changed = [
-            place
-            for place, (grad, (known, then)) in enumerate(pairs)
-            if grad is not known or (grad is not None and version(grad) != then)
-        ]
-        if changed and not any(grad is not None and grad is known for grad, (known, _) in pairs):
+        pairs = list(zip(self._measured, self._at_hand(), strict=False))
+        changed = [place for place, (then, now) in enumerate(pairs) if now[0] is not then[0] or now[1] != then[1]]
+        if changed and not any(now is not None and now is then for (then, _), (now, _) in pairs):
             self.forget()
         elif changed:
             raise RuntimeError(

@@ -28,8 +28,6 @@ from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.state import StepStats
 from lightning_scape.scape.step import Engine
 
-_UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
-
 
 class ScapeOptimizer(torch.optim.Optimizer, Method):
     r"""An optimizer under SCAPE: sharded state, and ranks that exchange ``1 - sparsity`` of the entries per step.
@@ -71,11 +69,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     config_class = ScapeConfig
     shown = ("density", "compression", "grad_norm")
     exchanges_every_step = clips = True
-
-    optimizer: torch.optim.Optimizer
-    """The one that takes SCAPE's steps."""
-    communicator: ScapeCommunicator
-    """Sends this optimizer's messages."""
 
     def __init__(
         self,
@@ -262,16 +255,18 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     # ------------------------------------------------------------------------------------------- its end
 
     def drain(self) -> None:
-        """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
-        self.engine.masks.wait()
+        """Waits for the mask exchange under way, if any, so that process groups may be torn down.
 
-    @override
-    def finish(self) -> None:
-        self.drain()
+        On CUDA the CPU also learns now whether the last step was skipped: see :meth:`step`.
+        """
+        self.engine.settle()
+
+    finish = drain
 
     @override
     def give_back(self) -> None:
-        install.retire(self.optimizer)
+        if (here := install.installed(self.optimizer)) is not None:
+            here.retired = True  # not uninstalled: what is saved after a fit would have no state, without a word
 
     @override
     def close(self) -> None:
@@ -306,9 +301,10 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
         after = f" after a warm-up of {config.warmup_steps:,} steps" if config.warmup_steps else ""
+        update = "AdamW's, your lr, betas and eps hold" if config.update == "adamw" else "AdamS's, as in SCAPE's paper"
         return (
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
-            f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."
+            f" {how_much},{after or ' from the first step on'}. Update: {update}."
         )
 
     @property
@@ -334,17 +330,13 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     @override
     def own_state(self) -> State:
         """This rank's part of the state, in views. Sends nothing."""
-        return saved.own_state(self.engine, self.engine.state_at_rest(), self._shown())
-
-    def _shown(self) -> dict[str, Any]:
-        """Parameter groups, and what the user's hooks add to a state dict. Hooks see no state: no rank has all."""
         engine = self.engine
-        kept, engine.consolidated = engine.consolidated, {"state": {}}
+        kept, engine.consolidated = engine.consolidated, {"state": {}}  # the user's hooks see no state: no rank has all
         try:
-            found = self.optimizer.state_dict()
+            shown = self.optimizer.state_dict()
         finally:
             engine.consolidated = kept
-        return {name: with_plain_numbers(each) for name, each in found.items() if name not in ("state", "scape")}
+        return saved.own_state(engine, {name: with_plain_numbers(each) for name, each in shown.items()})
 
     @classmethod
     @override

@@ -31,56 +31,50 @@ from lightning_scape.checkpoint.shards import (
     taken,
 )
 from lightning_scape.core.parameters import flatten_like
-from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
+from lightning_scape.scape.state import ScapeState
 
 if TYPE_CHECKING:
     from lightning_scape.scape.step import Engine
 
 METHOD = "scape"
+_SHARD_TENSORS = ("exp_avg", "last_step", "master", "exp_avg_sq", "change_error")
+"""Of a state, each ``[R, B]`` or None."""
 _SILENT = ("max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward")
 """Options whose change does not change the training."""
 
 
-def _shard(state: ScapeState) -> dict[str, Tensor]:
-    """The shard's tensors ``[R, B]``, by name."""
-    return {name: tensor for name in SHARD_TENSORS if (tensor := getattr(state, name)) is not None}
-
-
-def _owned(engine: Engine, name: str, shard: Tensor) -> dict[str, Chunk]:
-    return of_blocks(name, engine.parameters, engine.layout, shard, engine.layout.local(engine.comm.rank).pieces)
-
-
-def _residual(engine: Engine, name: str, state: ScapeState) -> dict[str, Chunk]:
-    return of_blocks(name, engine.parameters, engine.layout, state.residual, engine.layout.pieces)
+def _chunks(engine: Engine, state: ScapeState, name: str, key: str | None = None) -> dict[str, Chunk]:
+    """Of a tensor of the shard's blocks, or of the residual, which has all."""
+    pieces = engine.layout.pieces if name == "residual" else engine.shard.region.pieces
+    return of_blocks(key or name, engine.parameters, engine.layout, getattr(state, name), pieces)
 
 
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> State:
+def own_state(engine: Engine, shown: Mapping[str, Any]) -> State:
     """This rank's part of the state: views, nothing is copied or sent.
 
-    Args:
-        engine: with nothing under way.
-        state: its own, or a fresh one.
-        shown: ``param_groups``, and what the user's hooks add to a state dict.
+    ``shown`` has ``param_groups``, and what the user's hooks add to a state dict.
     """
-    parameters, layout, rank = engine.parameters, engine.layout, engine.comm.rank
-    shard = _shard(state)
-    chunks = {key: chunk for name, tensor in shard.items() for key, chunk in _owned(engine, name, tensor).items()}
-    chunks |= _residual(engine, f"residual.{rank}", state)
+    parameters, state = engine.parameters, engine.state_at_rest()
+    tensors = [name for name in _SHARD_TENSORS if getattr(state, name) is not None]
+    chunks = _chunks(engine, state, "residual", f"residual.{engine.comm.rank}")
+    for name in tensors:
+        chunks |= _chunks(engine, state, name)
     missed = [0] * len(parameters.indices) if state.missed is None else state.missed.tolist()
     facts = {
         "method": METHOD,
         "config": engine.config.as_dict(),
-        "ranks": layout.world_size,
+        "ranks": engine.comm.world_size,
         "shards": engine.node.world_size,
         **facts_of(parameters),
-        "tensors": list(shard),
+        "tensors": tensors,
         "step": int(state.step),
         "missed": dict(zip(parameters.indices, missed, strict=True)),
         "calls": state.calls,
         "skipped": [state.skipped_in_row, state.skipped_total],
+        "sparse": state.sparse,
     }
     return State.own(shown, facts, chunks)
 
@@ -116,15 +110,11 @@ class Loaded(NamedTuple):
 
 
 def load(engine: Engine, given: Any) -> Loaded:
-    """Fills fresh buffers with this rank's part of a saved state.
+    """Fills fresh buffers with this rank's part of a saved state; raises where that is not of this model, or damaged.
 
     Args:
         engine: is not changed.
         given: a whole state of SCAPE, of another method, or of AdamW, Adam or AdamS; or a :class:`State`.
-
-    Raises:
-        ValueError: the state is not of this model, or is damaged.
-        OSError: a file cannot be read.
     """
     saved, state = taken(given, METHOD), engine.allocate()
     if not isinstance(saved, State):
@@ -149,20 +139,16 @@ def load(engine: Engine, given: Any) -> Loaded:
         )
     set_steps(engine, state, facts["step"], {**dict.fromkeys(indices, facts["step"]), **facts["missed"]})
     state.calls, (state.skipped_in_row, state.skipped_total) = facts["calls"], facts["skipped"]
-    # Made late. What another wire has kept goes: it is a rounding error of one change.
-    for name, kept in (("master", engine.shard.keeps_masters), ("change_error", engine.shard.packed)):
-        if kept and name in facts["tensors"]:
-            setattr(state, name, torch.zeros_like(state.exp_avg))
+    state.sparse = facts["sparse"]
 
     def old(chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
         known = {str(index) for index in facts["shapes"]}
         return {key: chunk for key, chunk in chunks.items() if key.rpartition(".")[2] in known}
 
-    for name in facts["tensors"]:
-        if (tensor := getattr(state, name)) is not None:
-            for key, chunk in old(_owned(engine, name, tensor)).items():
-                saved.read(key, chunk)
-    saved.read_of_ranks("residual", old(_residual(engine, "residual", state)), rank, ranks)
+    for name in facts["tensors"]:  # what another wire has kept goes: it is a rounding error of one change
+        for key, chunk in old(_chunks(engine, state, name)).items() if getattr(state, name) is not None else ():
+            saved.read(key, chunk)
+    saved.read_of_ranks("residual", old(_chunks(engine, state, "residual")), rank, ranks)
     return Loaded(state, saved["param_groups"], notes)
 
 
@@ -186,7 +172,7 @@ def _load_dense(engine: Engine, state: ScapeState, given: Mapping[str, Any]) -> 
     step = max(steps.values(), default=0)
     set_steps(engine, state, step, {index: step - own for index, own in steps.items()})
     for each in names:
-        for key, chunk in _owned(engine, each, getattr(state, each)).items():
+        for key, chunk in _chunks(engine, state, each).items():
             if key in flats:
                 chunk.tensor.copy_(flats[key][chunk.offset : chunk.end])
     moments = "first and second moments" if len(names) > 1 else "first moments"
@@ -199,7 +185,7 @@ def set_steps(engine: Engine, state: ScapeState, step: int, missed: Mapping[int,
     indices = engine.parameters.indices
     state.step.fill_(step)
     state.last_step.fill_(step)  # right for pads
-    for piece in engine.layout.local(engine.comm.rank).pieces:
+    for piece in engine.shard.region.pieces:
         entries = piece.of_blocks(engine.layout.block_size)
         state.last_step.view(-1)[entries] -= missed.get(indices[piece.index], 0)
     counts = [missed.get(index, 0) for index in indices]

@@ -11,7 +11,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.ops.naive.masks import cut
 from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.state import Groups, Scale, ScapeState, Step
+from lightning_scape.scape.state import Scale, ScapeState, Step
 
 TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Entries that are worked on together, by kind of device: what is computed of them takes some 20 bytes of each."""
@@ -22,12 +22,6 @@ class Shard:
 
     Rows count among all blocks. Where a step sends much, it works on some of them at a time: else the first steps would
     take several times the memory of later ones.
-
-    Args:
-        layout: blocks and shards.
-        rank: this rank.
-        config: its wire is used.
-        parameters: of the optimizer.
     """
 
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters) -> None:
@@ -35,16 +29,12 @@ class Shard:
         """The shard's rows; and its region, whose rows count from the first of them."""
         self.others = layout.remote(rank)
         """The shards of the other ranks."""
-        self._layout, self._rank = layout, rank
-        self._parameters = parameters
+        self._layout, self._rank, self._parameters = layout, rank, parameters
         self._groups = sorted({piece.group for piece in layout.pieces}) or [0]
         """Those with parameters."""
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.packed = config.packed and layout.world_size > 1
         """Whether values and changes of parameters travel, in 4 bits; else values of both."""
-        self.keeps_masters = not self.packed and {p.dtype for p in parameters.tensors} != {parameters.state_dtype}
-        """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
-        packed, it keeps what parameters lack, in ``change_error``."""
 
     # ------------------------------------------------------------------------------------------- this rank's gradient
 
@@ -53,6 +43,7 @@ class Shard:
         for rows, region in self._parts_of_others(step):
             self._sweep(step, rows, region)
         self._sweep(step, self.rows, self.region, moment=self._second_moment(step, self.rows, self.region))
+        step.folded = True
 
     def take_others(self, step: Step) -> Tensor:
         """Folds and compacts; returns the message for the other ranks, on the parameters' device.
@@ -78,18 +69,16 @@ class Shard:
         return None if len(self._parts(step)) > 1 else self._take(step, self.rows, self.region)
 
     def _take(self, step: Step, rows: slice, region: Region) -> Tensor:
-        # Where everything is sent, AdamW's update takes the averaged gradient itself.
-        moment = None if step.folded or step.mask is None else self._second_moment(step, rows, region)
-        self._sweep(step, rows, region, values := self._empty(step, rows), moment)
+        self._sweep(step, rows, region, values := self._empty(step, rows), self._second_moment(step, rows, region))
         return values
 
     def _empty(self, step: Step, rows: slice) -> Tensor:
         return torch.empty(rows.stop - rows.start, step.sent, dtype=torch.float32, device=step.state.step.device)
 
     def _second_moment(self, step: Step, rows: slice, region: Region) -> ops.SecondMoment | None:
-        """AdamW's, which takes in my gradient in a step that does not send everything."""
+        """AdamW's, which takes in my gradient, once. Where everything is sent, the averaged gradient comes instead."""
         moment = step.state.exp_avg_sq
-        if moment is None:
+        if moment is None or step.folded or step.sent == self._layout.block_size:
             return None
         weights = [1 - float(step.groups[piece.group]["betas"][1]) for piece in region.pieces]
         return ops.SecondMoment(moment[self._here(rows)], weights, self._layout.world_size)
@@ -105,35 +94,25 @@ class Shard:
     ) -> None:
         """Folds what is not yet folded; the masked entries go into ``values``, if given, and into ``message``."""
         residual, grads = step.state.residual[rows], None if step.folded else step.grads
-        mask, scale = step.mask_of(rows), cut(step.scale.blocks, rows)
+        mask, scale = cut(step.mask, rows), cut(step.scale.blocks, rows)
         ops.sweep(ops.Sweep(region, residual, grads, scale, mask, values, moment, message))
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
     def update(self, step: Step, received: Tensor, mine: Tensor | None) -> Tensor:
-        """Updates the masked entries from the mean of all ranks' values.
+        """Updates the masked entries from the mean of what was received and of mine, which :meth:`take` has returned.
 
-        Args:
-            step: the step.
-            received: the other ranks' values for my shard.
-            mine: what :meth:`take` has returned; it did not travel.
-
-        Returns:
-            The message: new values of the entries, ``[R, q]`` in the dtype in which they travel, or their changes,
-            packed.
+        Returns the message: new values of the entries, ``[R, q]`` in the dtype in which they travel, or their changes,
+        packed.
         """
         state, sent, blocks = step.state, step.sent, self._layout.shard_blocks
-        numbers = self._numbers(state, step.scale, step.groups)
+        numbers = self._numbers(step)
         if self.packed:
             message = ops.new_message(1, blocks * sent, state.step.device)[0]
-            if state.change_error is None:
-                state.change_error = torch.zeros_like(state.exp_avg)
         else:
             message = torch.empty(blocks, sent, dtype=self._parameters.wire_dtype, device=state.step.device)
-            if self.keeps_masters and state.master is None:
-                state.master = torch.zeros_like(state.exp_avg)
         for rows, region in self._parts(step):
-            here, mask = self._here(rows), step.mask_of(rows)
+            here, mask = self._here(rows), cut(step.mask, rows)
             own = self._take(step, rows, region) if mine is None else mine[here]
             # In rank order: every implementation gets the same bits.
             mean = ops.mean(self._arrived(received, here, own), state.exp_avg.dtype)
@@ -147,11 +126,10 @@ class Shard:
             ops.update_shard(shard, mask, mean, alone, numbers.cut(here), ranks)
             if state.master is not None and mask is not None:
                 ops.scatter_blocks(state.master[here], mask, theta)
-            error = self._error(step, here)
-            if error is None:
+            if state.change_error is None:
                 message[here] = theta
             else:  # with the rounding errors of earlier changes; the new ones stay with us
-                scale = cut(step.scale.blocks, rows)
+                error, scale = state.change_error[here], cut(step.scale.blocks, rows)
                 message[_groups(here, sent)] = ops.quantize_with_error(error, mask, theta, before, scale)
         # With last_step, or the next tau would not be right: the step, and the parameters that missed it.
         taken = (step.scale.whole != 0).to(state.step.dtype)
@@ -175,7 +153,7 @@ class Shard:
             here = self._here(rows)
             # What narrower parameters lose by rounding stays with us.
             values = message[_groups(here, step.sent)].unsqueeze(0) if self.packed else message[here]
-            self._write(step, rows, region, values, self._error(step, here))
+            self._write(step, rows, region, values, cut(step.state.change_error, here))
 
     def write_others(self, step: Step, message: Tensor) -> None:
         """Applies the other owners' updates, from all ranks' messages; alike on all ranks."""
@@ -189,12 +167,8 @@ class Shard:
         if self.packed:
             count = (rows.stop - rows.start) // len(values) * step.sent
             values = ops.dequantize(values, count).view(-1, step.sent)
-        entries, scale = self._entries(region, step.mask_of(rows)), cut(step.scale.blocks, rows)
+        entries, scale = self._entries(region, cut(step.mask, rows)), cut(step.scale.blocks, rows)
         ops.scatter_params(entries, values, self.packed, scale, error)
-
-    def _error(self, step: Step, here: slice) -> Tensor | None:
-        """What parameters lack, where changes are packed."""
-        return cut(step.state.change_error, here) if self.packed else None
 
     def _entries(self, region: Region, mask: Tensor | None) -> ops.ParamEntries:
         return ops.ParamEntries(self._parameters.flat, region.pieces, mask, self._layout.block_size)
@@ -213,24 +187,24 @@ class Shard:
         parameters = scale * present
         return Scale(scale, parameters, parameters[self._of_blocks(scale.device)[0]])
 
-    def _numbers(self, state: ScapeState, scale: Scale, groups: Groups) -> ops.RowNumbers:
+    def _numbers(self, step: Step) -> ops.RowNumbers:
         """What an update needs to know of my rows. Read from the groups anew at each step: schedulers change them."""
-        device, dtype = state.step.device, state.exp_avg.dtype
-        step = state.step + 1
-        if state.missed is not None:
-            step = step - state.missed[self._of_blocks(device)[0][self.rows]]
+        device, dtype = step.state.step.device, step.state.exp_avg.dtype
+        number = step.state.step + 1
+        if step.state.missed is not None:
+            number = number - step.state.missed[self._of_blocks(device)[0][self.rows]]
         group = self._of_blocks(device)[1][self.rows] if len(self._groups) > 1 else None
         # A learning rate that is a tensor on CUDA makes the CPU wait for it; a float does not.
         table = [
-            [float(number) for number in (each["lr"], *each["betas"], each["eps"], each["weight_decay"])]
-            for each in (groups[place] for place in self._groups)
+            [float(value) for value in (each["lr"], *each["betas"], each["eps"], each["weight_decay"])]
+            for each in (step.groups[place] for place in self._groups)
         ]
         numbers = torch.tensor(table, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
         lr, beta1, beta2, eps, decay = numbers.unbind(1)
         first, second = (beta[0] if group is None else beta.index_select(0, group) for beta in (beta1, beta2))
         hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
-        corrections = (1 - first**step).to(dtype), (1 - second ** step.clamp(min=1)).to(dtype)
-        return ops.RowNumbers(step, cut(scale.blocks, self.rows), hyper, *corrections, group)
+        corrections = (1 - first**number).to(dtype), (1 - second ** number.clamp(min=1)).to(dtype)
+        return ops.RowNumbers(number, cut(step.scale.blocks, self.rows), hyper, *corrections, group)
 
     def _of_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Parameter, int64 ``[blocks]``, and group, int32, of each block; made when asked for, for few steps need it.
@@ -256,15 +230,15 @@ class Shard:
     def _parts_of_others(self, step: Step) -> list[tuple[slice, Region]]:
         """All of the others' shards, where that is little; else parts of one after the other."""
         blocks, shards = self._layout.blocks, range(self._layout.world_size)
-        if not self.packed or len(_slices(step, blocks, step.sent)) <= 1:
+        if not self.packed or blocks <= _together(step, step.sent):
             return [(slice(0, blocks if self.others.rows else 0), self.others)]  # none with one rank
         return [part for shard in shards if shard != self._rank for part in self._cut_up(step, shard, step.sent)]
 
     def _cut_up(self, step: Step, shard: int, columns: int) -> list[tuple[slice, Region]]:
-        first = self._layout.rows_of(shard).start
-        few = _slices(step, self._layout.shard_blocks, columns)
-        rows = [slice(first + part.start, first + part.stop) for part in few]
-        return [(part, self._layout.region(part.start, part.stop)) for part in rows]
+        all_rows, each = self._layout.rows_of(shard), _together(step, columns)
+        firsts = range(all_rows.start, all_rows.stop, each)
+        few = [slice(first, min(first + each, all_rows.stop)) for first in firsts]
+        return [(rows, self._layout.region(rows.start, rows.stop)) for rows in few]
 
     def _here(self, rows: slice) -> slice:
         """Rows of my shard, counted from its first."""
@@ -279,13 +253,12 @@ class Shard:
         return message[shard : shard + 1, _groups(slice(first, first + count), sent)]
 
 
-def _slices(step: Step, rows: int, columns: int) -> list[slice]:
-    """Parts of some rows that are worked on together. But for the last, they fill whole groups of the wire.
+def _together(step: Step, columns: int) -> int:
+    """How many rows are worked on together. They fill whole groups of the wire.
 
-    Their length is a power of two: each step of a warm-up has another q, and the layout keeps the regions it makes.
+    It is a power of two: each step of a warm-up has another q, and the layout keeps the regions it makes.
     """
-    each = 1 << max(GROUP, TOGETHER[step.state.step.device.type] // columns).bit_length() - 1
-    return [slice(first, min(first + each, rows)) for first in range(0, rows, each)]
+    return 1 << max(GROUP, TOGETHER[step.state.step.device.type] // columns).bit_length() - 1
 
 
 def _groups(rows: slice, sent: int) -> slice:

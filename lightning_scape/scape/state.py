@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Layout
+from lightning_scape.core.replicas import Facts
 from lightning_scape.core.stats import Stats
 from lightning_scape.scape.config import ScapeConfig
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's parameter groups: schedulers change them from step to step."""
-
-SHARD_TENSORS = ("exp_avg", "last_step", "master", "exp_avg_sq", "change_error")
-"""Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
 @dataclass
@@ -37,31 +35,34 @@ class ScapeState:
     skipped_in_row: int = 0
     skipped_total: int = 0
     """Steps that were skipped because a gradient was not finite: the last ones in a row, and all."""
+    sparse: bool = False
+    """Whether the last step that was not skipped has left something to rank: it did not send everything."""
     master: Tensor | None = None
-    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step,
-    all zeros. One that does not round to its parameter gives way to it when its entry is updated."""
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel. One that does not round to
+    its parameter gives way to it when its entry is updated; so it may begin as zero."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""
     change_error: Tensor | None = None
     """``[R, B]`` fp32 (fp64), where changes of parameters are packed: what an entry's parameter lacks, for its changes
-    were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at the first
-    step."""
+    were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
     ``step`` minus this. None stands for zeros."""
 
     @classmethod
-    def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
-        """All zeros."""
+    def allocate(cls, layout: Layout, dtype: torch.dtype, device: torch.device, *others: str) -> ScapeState:
+        """All zeros; with these others, which not every state has."""
         shard = (layout.shard_blocks, layout.block_size)
-        return cls(
+        state = cls(
             residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=device),
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
+        for name in others:
+            setattr(state, name, torch.zeros_like(state.exp_avg))
+        return state
 
 
 def state_bytes(config: ScapeConfig, ranks: int) -> float:
@@ -125,6 +126,10 @@ class StepStats(Stats):
         return self.clip_factor == 0.0
 
 
+Verdict = tuple[Tensor, torch.cuda.Event | None, Facts]
+"""A step's scale, and whether ranks were together, in host memory once the event has come; this rank's facts."""
+
+
 @dataclass
 class Step:
     """One step: each phase reads what those before it have put here."""
@@ -137,16 +142,8 @@ class Step:
     scale: Scale
     sent: int
     """q, entries of a block that are sent; B where everything is."""
+    verdict: Verdict
     mask: Tensor | None = None
     """``[blocks, q]``: the masked entries, as positions in their blocks. None: all."""
     folded: bool = False
     """Whether the gradients are in the residual already."""
-
-    @property
-    def number(self) -> int:
-        """The step's number, from 0, skipped steps included; until the mask of the next is due."""
-        return self.state.calls
-
-    def mask_of(self, rows: slice) -> Tensor | None:
-        """The mask of some rows."""
-        return None if self.mask is None else self.mask[rows]

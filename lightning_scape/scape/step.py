@@ -18,13 +18,14 @@ from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import everyone
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.replicas import Facts, apart, check_replicas
+from lightning_scape.core.private_names import entry
+from lightning_scape.core.replicas import apart, check_replicas
 from lightning_scape.scape.communicator import ScapeCommunicator, scape_bytes
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
 from lightning_scape.scape.opening import Opening, width
 from lightning_scape.scape.shard import Shard
-from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats
+from lightning_scape.scape.state import Groups, ScapeState, Step, StepStats, Verdict
 
 
 class Engine:
@@ -32,22 +33,13 @@ class Engine:
 
     :class:`~lightning_scape.ScapeOptimizer` holds one as ``engine``, and gives it the parameter groups at each call.
     Fabric's wrapper shares it by reference. Tests, simulated ranks and benchmarks look at training through it.
-
-    Args:
-        parameters: those trained.
-        config: all options; ``update`` is not None.
-        comm: sends the messages.
-        node: messages between the ranks that hold the other rows of the same replica.
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        config: ScapeConfig,
-        comm: ScapeCommunicator,
-        node: Communicator,
+        self, parameters: Parameters, config: ScapeConfig, comm: ScapeCommunicator, node: Communicator
     ) -> None:
         self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
+        """``node``: the ranks that hold the other rows of the same replica."""
         self.everyone = everyone(comm, node)
         """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in parameters.local]
@@ -60,33 +52,23 @@ class Engine:
         self.stats: StepStats | None = None
         """Figures of the last step."""
         self._next_stats = StepStats(bytes_dense=all_reduce_bytes(parameters.local, comm.world_size))
-        self._verdict: tuple[Tensor, torch.cuda.Event | None, Facts] | None = None
-        """The last step's scale, and whether ranks were together, in host memory once the event has come; its facts."""
+        self._verdict: Verdict | None = None
+        """The last step's, until the CPU hears it."""
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
 
     # ------------------------------------------------------------------------------------------- the step
 
+    @entry
     def step(self, groups: Groups) -> None:
-        """Exchanges the masked entries and updates them. Collective.
-
-        Args:
-            groups: the optimizer's parameter groups.
-
-        Raises:
-            FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
-            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
-                since they were clipped.
-        """
+        """Exchanges the masked entries and updates them. Collective; raises what :meth:`ScapeOptimizer.step` says."""
         stats = self._begin()  # the mask that was made in the last step arrives
         with stats.phase("norm"):  # one scale for all ranks: the clipping factor; 0 if a gradient is not finite
             step = self._agree(groups, stats)
         with stats.phase("mask"):
-            if self.masks.missing(step):  # the first sparse step ranks its own gradient, all of it
-                self.shard.fold(step)
-                step.folded = True
-                self.masks.make_now(step)
-            step.mask = self.masks.active
+            if step.sent < self.layout.block_size and not step.state.sparse:  # nothing is left of earlier steps:
+                self.shard.fold(step)  # it ranks its own gradient, all of it
+            step.mask = self.masks.of(step)
         with stats.phase("sweep"):  # gradients go into the residual, and the masked entries leave it
             message = self.shard.take_others(step)
         with stats.phase("exchange"):  # all-to-all: to the owners of the entries
@@ -105,13 +87,14 @@ class Engine:
             self.shard.write_others(step, arriving.wait())
         step.state.calls += 1
         with stats.phase("launch"):  # the next mask is made and exchanged beside what follows
-            self.masks.launch(step.state)
+            if step.mask is not None:  # else nothing is left to rank
+                self.masks.launch(step.state, step.state.calls)
         self._end(step)
 
     def _begin(self) -> StepStats:
         self.consolidated = None
         self.opening.check_measured()
-        self._settle_last_step()
+        self.settle()
         stats = self._next_stats
         self._next_stats = StepStats(bytes_dense=stats.bytes_dense)
         return stats
@@ -127,30 +110,28 @@ class Engine:
         arrived = torch.cuda.Event() if scale.is_cuda else None
         if arrived is not None:
             arrived.record(torch.cuda.current_stream(scale.device))
-        self._verdict = told, arrived, answer.facts
         self.parameters.flatten()
-        if self.state is None:
-            self.state = self.allocate()
-        state = self.state
+        state = self.state = self.state or self.allocate()
         if not self.opening.compared:  # the first step, or the first after a load
             self.check_replicas()
             self.opening.compared = True
         sent = self.masks.config.sent(state.calls)
         stats.norm, stats.scale, stats.density = answer.norm, scale, sent / self.layout.block_size
-        return Step(state, groups, grads, stats, self.shard.scale(state, scale, answer.present), sent)
+        scales = self.shard.scale(state, scale, answer.present)
+        return Step(state, groups, grads, stats, scales, sent, (told, arrived, answer.facts))
 
     def _end(self, step: Step) -> None:
         state, stats, every = step.state, step.stats, self.config.check_replicas_every
-        stats.step, self.stats = state.calls, stats
+        stats.step, stats.skipped_total = state.calls, state.skipped_total
+        self.stats, self._verdict = stats, step.verdict
         self.opening.forget()
         stats.bytes_sent, stats.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self.check_replicas()
         if not step.scale.whole.is_cuda:  # else the CPU would wait: it learns with the next step
-            self._hear_verdict(state)
-        stats.skipped_total = state.skipped_total
+            self._hear_verdict()
 
-    def _settle_last_step(self) -> None:
+    def settle(self) -> None:
         """The mask under way arrives; on CUDA the CPU learns whether the last step was skipped.
 
         No message of a step begins before: two communicators of NCCL that are busy at once may wait for each other.
@@ -158,18 +139,12 @@ class Engine:
         stats = self._next_stats
         with stats.phase("wait"):
             stats.exchange_wait += self.masks.wait()
-        if self.state is not None:
-            self._hear_verdict(self.state)
+        self._hear_verdict()
 
-    def _hear_verdict(self, state: ScapeState) -> None:
-        """Counts the last step as taken or skipped.
-
-        Raises:
-            FloatingPointError: too many in a row were skipped; on every rank in the same step.
-            RuntimeError: ranks were apart in it.
-        """
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
+    def _hear_verdict(self) -> None:
+        """Counts the last step as taken or skipped; raises on all ranks if too many were, or if ranks were apart."""
+        verdict, state, stats, self._verdict = self._verdict, self.state, self.stats, None
+        if verdict is None or state is None or stats is None:
             return
         told, arrived, facts = verdict
         if arrived is not None:
@@ -178,10 +153,11 @@ class Engine:
         if not together:
             raise apart(self.comm, self.node, facts)
         if taken:
-            state.skipped_in_row = 0
+            state.skipped_in_row, state.sparse = 0, stats.density < 1
             return
         state.skipped_in_row += 1
         state.skipped_total += 1
+        stats.skipped_total = state.skipped_total
         in_row, most = state.skipped_in_row, self.config.max_skipped
         if in_row >= most:
             raise FloatingPointError(
@@ -209,21 +185,28 @@ class Engine:
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         with self._next_stats.phase("norm"):
-            self._settle_last_step()
+            self.settle()
             return self.opening.clip(groups, self.calls, max_norm, error_if_nonfinite)
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
-        self._settle_last_step()
+        self.settle()
         return self.opening.all_finite(groups, self.calls)
 
     def allocate(self) -> ScapeState:
-        """Buffers, all zeros."""
-        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
+        """Buffers, all zeros. Where changes travel packed, the owner keeps what parameters lack; else masters."""
+        packed, parameters = self.shard.packed, self.parameters
+        needed = {
+            "exp_avg_sq": self.config.update == "adamw",
+            "change_error": packed,
+            "master": parameters.need_masters and not packed,
+        }
+        others = [name for name, need in needed.items() if need]
+        return ScapeState.allocate(self.layout, parameters.state_dtype, parameters.device, *others)
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
-        self._settle_last_step()
+        self.settle()
         return self.state or self.allocate()
 
     def replace_state(self, state: ScapeState) -> None:
@@ -243,11 +226,11 @@ class Engine:
         )
         if state is None or not same or state.step.device != mine.device:
             return False
+        former._hear_verdict()
         self.replace_state(state)
         return True
 
-    def step_bytes(self, sent: int | None = None) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by kind; ``sent`` per block, None: as many as after the warm-up."""
+    def step_bytes(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step after the warm-up, by kind."""
         numels = [parameter.numel() for parameter in self.parameters.local]
-        back = self.parameters.wire_dtype.itemsize
-        return scape_bytes(numels, self.comm.world_size, self.config, sent, back)
+        return scape_bytes(numels, self.comm.world_size, self.config, back=self.parameters.wire_dtype.itemsize)
