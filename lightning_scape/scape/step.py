@@ -199,7 +199,7 @@ class Engine:
         needed = {
             "exp_avg_sq": self.config.update == "adamw",
             "change_error": packed,
-            "master": parameters.need_masters and not packed,
+            "master": not packed and {p.dtype for p in parameters.tensors} != {parameters.state_dtype},
         }
         others = [name for name, need in needed.items() if need]
         return ScapeState.allocate(self.layout, parameters.state_dtype, parameters.device, *others)
