@@ -82,7 +82,7 @@ def own_state(engine: Engine, state: ScapeState, shown: Mapping[str, Any]) -> St
         "calls": state.calls,
         "skipped": [state.skipped_in_row, state.skipped_total],
     }
-    return State.own(shown, facts, chunks)
+    return State({**shown, METHOD: {"facts": facts}}, chunks)
 
 
 def whole_state(saved: State) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def whole_state(saved: State) -> dict[str, Any]:
     facts, tensors = saved.facts, saved.wholes()
 
     def shaped(name: str, index: int) -> Any:
-        return tensors[f"{name}.{index}"].as_strided(facts["shapes"][index], facts["strides"][index])
+        flat = tensors.get(f"{name}.{index}", torch.empty(0, device="cpu"))  # an empty parameter has none
+        return flat.as_strided(facts["shapes"][index], facts["strides"][index])
 
     state = {}
     for index in facts["shapes"]:
