@@ -227,7 +227,8 @@ class State(dict[str, Any]):
                 one = chunk._replace(tensor=torch.empty_like(chunk.tensor))
                 self.read(f"{name}.{other}.{index}", one)
                 chunk.tensor.add_(one.tensor)
-            chunk.tensor.div_(1 + len(others))
+            if others:
+                chunk.tensor.div_(before)
 
 
 def saved_in(state: Any) -> Mapping[str, Any]:
