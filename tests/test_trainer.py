@@ -409,6 +409,16 @@ def test_under_sparseloco_two_optimizers_of_one_parameter_are_an_error() -> None
         make_trainer(SparseLoCoStrategy()).fit(SharesALayer(torch.optim.SGD))
 
 
+class ListsOneTwice(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), self.net[0].weight], self.lr)
+
+
+def test_under_sparseloco_one_optimizer_may_list_a_parameter_twice() -> None:
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        make_trainer(SparseLoCoStrategy()).fit(ListsOneTwice())
+
+
 def test_clipping_by_value_is_an_error_that_names_the_norm() -> None:
     with pytest.raises(ValueError, match=r"must be clipped by norm, got gradient_clip_algorithm='value'"):
         make_trainer(gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(Regression())

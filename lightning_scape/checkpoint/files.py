@@ -79,7 +79,7 @@ def explained(path: Path) -> Iterator[None]:
         raise OSError(
             error.errno or errno.EIO,
             f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and"
-            " the checkpoints before it are untouched. Free space there, get the right to write there, or save"
+            " the checkpoints before it are untouched. Free space there, get the right to read and write there, or save"
             " elsewhere: a directory must be where all ranks see it.",
         ) from error
 
@@ -129,13 +129,11 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
 
 def _remove_left(partials: list[Path], folder: int) -> None:
     """Removes what killed saves have left, unless another save into the folder is under way; then says that one is."""
+    dead = math.inf
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        dead = math.inf
-    except BlockingIOError:
-        dead = 0.0
-    except OSError:  # a file system without locks
-        dead = time.time() - _LONG_AGO
+    except OSError as error:  # another save's, or of a file system without locks
+        dead = 0.0 if isinstance(error, BlockingIOError) else time.time() - _LONG_AGO
     for partial in partials:
         with contextlib.suppress(OSError):  # another save has removed it
             if partial.stat().st_mtime < dead:
@@ -173,9 +171,7 @@ def _check_replaceable(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file or directory, if it is there; what cannot be removed stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
+    shutil.rmtree(path, ignore_errors=True)  # leaves files and links alone
     with contextlib.suppress(OSError):
         path.unlink()
 

@@ -24,12 +24,11 @@ from lightning_scape.checkpoint.shards import (
     collect,
     read_directory,
     saved_in,
-    whole_state,
     with_states,
     write_directory,
 )
 from lightning_scape.comm.collectives import Communicator, group_beside
-from lightning_scape.core.replicas import check_same_setup, difference
+from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import with_plain_numbers
 
 StateDictType = Literal["full", "sharded"]
@@ -42,8 +41,7 @@ def rng_state() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     current: Any = np.random.get_state()
     if isinstance(current, tuple):  # else a generator of the user's own choice, of which NumPy gives a dict
-        kind, keys, *rest = current
-        states["numpy"] = (kind, keys.tolist(), *rest)
+        states["numpy"] = (current[0], current[1].tolist(), *current[2:])
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -59,6 +57,16 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+@contextlib.contextmanager
+def _warning(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Inside, an error becomes a warning."""
+    try:
+        yield
+    except kind as error:
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=4)
+
+
 def all_ranks() -> Communicator:
     """All, on a group that works in host memory and is used for checkpoints alone."""
     return Communicator(group_beside(None, "checkpoint"))
@@ -68,19 +76,11 @@ def agreed(path: str | Path | None, ranks: Communicator) -> Path | None:
     """The local path of a checkpoint that all ranks load, if it has one. Collective.
 
     Raises:
-        CheckpointError: ranks load different ones, or some load none; on every rank.
+        ValueError: ranks load different ones, or some load none; on every rank.
     """
     local = None if path is None else files.local_path(path)
-    mine = {
-        "the path": None if path is None else str(local or path),
-        "being a directory": bool(local and local.is_dir()),
-    }
-    found = difference(dict(enumerate(ranks.all_gather_object(mine))))
-    if found is not None:
-        raise files.CheckpointError(
-            f"All ranks must load the same checkpoint, got a difference: {found}. Save to a file system that all"
-            " machines share, and give all ranks the same path."
-        )
+    folder = local is not None and local.is_dir()
+    check_same_setup(ranks, {"the checkpoint": path and str(local or path), "its being a directory": folder})
     return local
 
 
@@ -106,6 +106,7 @@ class Saver:
                 f' {state_dict_type!r}. Use "full" if unsure.'
             )
         self.sharded, self.asynchronous = state_dict_type == "sharded", asynchronous
+        self._thread = ThreadPoolExecutor(1, "scape-checkpoint")
         self._pending: Future[None] | None = None
 
     def save(self, content: Mapping[Any, Any], path: str, write: Callable[[dict[Any, Any], Any], None]) -> None:
@@ -127,41 +128,30 @@ class Saver:
                 f' {path!r}. Save it with state_dict_type="full".'
             )
         self.wait()
-        states: dict[Where, State] = {}
-
-        def without_tensors(where: Where, value: Any) -> Any:
-            if not isinstance(value, State):
-                return with_plain_numbers(value)
-            states[where] = value
-            return {**value, value.facts["method"]: {"facts": value.facts}}
-
-        ranks, rng, rest = all_ranks(), rng_state(), with_states(content, without_tensors)
+        ranks, rng, states = all_ranks(), rng_state(), dict[Where, State]()
+        ranks.raise_on_all_ranks(lambda: with_states(content, states.setdefault))
         check_same_setup(ranks, {"saved optimizers": [*states]})
-        lead = ranks.rank == 0
-        rest = rest if lead else {}
+        lead, rest = ranks.rank == 0, with_states(content, lambda _, state: dict(state))
         if self.asynchronous:
             if local is not None:  # Lightning links to a checkpoint, and so needs its folder, before it is there
                 folder = local.parent
                 with files.explained(local):
                     ranks.raise_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if lead else None)
-            rest, states = ranks.raise_on_all_ranks(lambda: _copied((rest, states)))
+            rest, states = ranks.raise_on_all_ranks(lambda: _copied((rest if lead else {}, states)))
 
         def act() -> None:
             if states:
                 rest[RNG] = ranks.all_gather_object(rng)
-            if self.sharded:
-                assert local is not None
+            if self.sharded and local is not None:
                 write_directory(local, rest, states, ranks)
                 return
-            wholes: dict[Where, Any] = {}
-            for where in [*states]:  # each is given up as it is collected
-                whole = collect(states.pop(where), ranks, torch.device("cpu"))
-                wholes[where] = None if whole is None else whole_state(whole)
-            content = with_states(rest, lambda where, value: wholes.get(where, value))
-            ranks.raise_on_all_ranks(lambda: write(content, local or path) if lead else None)
+            # Each is given up as it is collected.
+            wholes = {where: collect(states.pop(where), ranks, torch.device("cpu")) for where in [*states]}
+            whole = with_states(rest, lambda where, _: wholes[where])
+            ranks.raise_on_all_ranks(lambda: write(with_plain_numbers(whole), local or path) if lead else None)
 
         if self.asynchronous:
-            self._beside(act)
+            self._pending = self._thread.submit(act)
         else:
             act()
 
@@ -186,26 +176,16 @@ class Saver:
         states = content.pop(RNG, []) if isinstance(content, dict) else []
         return content, states[ranks.rank] if len(states) == ranks.world_size else None
 
-    def _beside(self, act: Callable[[], None]) -> None:
-        executor = ThreadPoolExecutor(1, "scape-checkpoint")
-        self._pending = executor.submit(act)
-        executor.shutdown(wait=False)  # what was submitted is done
-
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of a write that failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    def finish(self, raising: bool) -> None:
-        """Waits. With ``raising=False`` an error becomes a warning: another error is on its way."""
-        try:
+    def finish(self) -> None:
+        """Waits; an error becomes a warning, for another one is on its way, or the process ends."""
+        with _warning("The last checkpoint was not written"):
             self.wait()
-        except Exception as error:
-            if raising:
-                raise
-            with contextlib.suppress(Warning):  # where warnings are errors
-                warnings.warn(f"The last checkpoint was not written: {error}", stacklevel=2)
 
     def after(self, act: Callable[[], None]) -> None:
         """Runs ``act`` once nothing is being written: an old checkpoint is removed only after the new one is there.
@@ -217,15 +197,13 @@ class Saver:
         def run() -> None:
             if before is not None:
                 before.result()
-            try:
+            with _warning("An old checkpoint could not be removed, remove it by hand", OSError):
                 act()
-            except OSError as error:
-                warnings.warn(f"An old checkpoint must be removable, got {error!r}. Remove it by hand.", stacklevel=3)
 
         if before is None:
             run()
         else:
-            self._beside(run)
+            self._pending = self._thread.submit(run)
 
 
 def _copied(content: Any) -> Any:
@@ -261,22 +239,20 @@ def checkpoint_in(path: Path) -> Path:
     return inside if inside.exists() else path
 
 
-def consolidate(path: Path) -> dict[Any, Any]:
+def consolidate(path: Path) -> Any:
     """A directory as the content of the one file that the host would have written.
 
     Raises:
         CheckpointError: there is none at ``path``, or it is torn or damaged.
     """
-    content = read_directory(checkpoint_in(path), Communicator.alone())
-    return with_states(content, lambda _, each: whole_state(each) if isinstance(each, State) else each)
+    return with_states(read_directory(checkpoint_in(path), Communicator.alone()), lambda _, state: state.as_file())
 
 
-def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:
+def verify(path: str | os.PathLike[str]) -> None:
     """Reads a whole checkpoint, file or directory, and fails where loading would. Whether it fits, a model must say.
 
     Args:
         path: of the checkpoint; of a folder that LitGPT saved, its ``lit_model.pth``.
-        weights_only: as in ``torch.load``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -284,9 +260,9 @@ def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> No
     """
     path = checkpoint_in(Path(path))
     if path.is_dir():
-        read_directory(path, Communicator.alone(), weights_only)
+        read_directory(path, Communicator.alone())
     else:
-        files.load_file(path, weights_only, mmap=True)
+        files.load_file(path, mmap=True)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, check: bool = False) -> Path | None:
@@ -318,24 +294,14 @@ def _newest(folder: Path, pattern: str, check: bool) -> Path | None:
     for path in [*named, *files.hidden(folder, Path(pattern).name, "previous")]:
         if path.is_dir() and not any(path.glob("rank-*.pt")):
             continue  # some other folder
-        with _passing_over(path):
+        with _warning(f"Passed over {str(path)!r}"):
             found.append((_step_of(path), (path / files.META if path.is_dir() else path).stat().st_mtime_ns, path))
     for *_, path in sorted(found, reverse=True):
-        with _passing_over(path):
+        with _warning(f"Passed over {str(path)!r}"):
             if check:
                 verify(path)
             return path
     return None
-
-
-@contextlib.contextmanager
-def _passing_over(path: Path) -> Iterator[None]:
-    """Inside, what is wrong with a checkpoint becomes a warning."""
-    try:
-        yield
-    except Exception as error:
-        what = str(error) if str(path) in str(error) else f"{str(path)!r}: {type(error).__name__}: {error}"
-        warnings.warn(f"Passed over: {what}", stacklevel=4)
 
 
 def _step_of(path: Path) -> int:
@@ -356,6 +322,6 @@ def _step_of(path: Path) -> int:
         content = content["rest"]
     if not isinstance(content, dict):
         return -1
-    counts = [content.get("global_step")]
-    with_states(content, lambda _, each: counts.append(saved_in(each).get("facts", {}).get("step")))
+    states = (each for value in content.values() for each in (value if isinstance(value, list) else [value]))
+    counts = content.get("global_step"), *(saved_in(each).get("facts", {}).get("step") for each in states)
     return next((count for count in counts if type(count) is int), -1)

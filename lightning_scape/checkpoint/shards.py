@@ -20,7 +20,7 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,10 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.method import METHODS, named
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.words import with_plain_numbers
 
-Where = tuple[Any, int | None]
-"""A state's name in a host's checkpoint, and its place in the list that it has there."""
+Where = tuple[Any, ...]
+"""A state's place in a host's checkpoint: names, and numbers in lists."""
 
 
 class Chunk(NamedTuple):
@@ -44,11 +45,6 @@ class Chunk(NamedTuple):
     tensor: Tensor
     offset: int
     length: int
-
-    @classmethod
-    def whole(cls, tensor: Tensor) -> Chunk:
-        """All rows."""
-        return cls(tensor, 0, len(tensor))
 
     @property
     def end(self) -> int:
@@ -63,15 +59,12 @@ def of_blocks(
 
     Args:
         name: of the tensor.
-        parameters: those of the layout.
+        parameters: those of the layout. Empty ones have no chunk.
         layout: it gives the block length.
         blocks: ``[rows, B]``: all blocks, or the shard's.
         pieces: they count the same rows.
     """
     flat, found = blocks.view(-1), {}
-    for index, parameter in zip(parameters.indices, parameters.tensors, strict=True):
-        if not parameter.numel():
-            found[f"{name}.{index}"] = Chunk(flat[:0], 0, 0)
     for piece in pieces:
         place = piece.index
         first, whole = parameters.first_entry(place) + piece.start, parameters.tensors[place].numel()
@@ -120,7 +113,7 @@ def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
                     f"The state's {what} must be {now} for {name!r}, got {then}. Load it into the same model."
                 )
         theirs = _plain(facts["names"][index])
-        if places.get(theirs, index) != index and "parameter " not in theirs:  # a number in place of a name
+        if places.get(theirs, index) != index:
             raise ValueError(
                 f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
                 " there. Build the optimizer over the parameters in the same order."
@@ -134,14 +127,13 @@ def _plain(name: str) -> str:
 
 def changed_options(mine: Mapping[str, Any], saved: Mapping[str, Any], silent: Collection[str]) -> list[str]:
     """A warning that names those that are no longer what they were, but for ``silent`` ones."""
-    differ = [
+    differ = ", ".join(
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
         if name not in silent and saved.get(name) != value
-    ]
-    if not differ:
-        return []
-    return [f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now."]
+    )
+    said = f"The checkpoint was written with other options: {differ}. Training goes on with those of now."
+    return [said] if differ else []
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -151,32 +143,27 @@ class State(dict[str, Any]):
     """One optimizer's state, as a rank holds it (views of the live one) or as it was saved. As a dict, what hosts see.
 
     Args:
-        shown: ``param_groups``, and what the user's hooks add to a state dict.
-        facts: the same on all ranks; ``method``, ``ranks`` and ``shards`` are among them.
-        parts: give parts of the ranks. They are asked one after the other, and only for what those before lack.
+        shown: ``param_groups``, what the user's hooks add to a state dict, and by the method's name a dict with
+            ``facts``: the same on all ranks; ``method``, ``ranks`` and ``shards`` are among them.
+        parts: of the ranks, this one's first, or functions that give them. They are asked one after the other, and only
+            for what those before lack.
     """
 
-    def __init__(
-        self, shown: Mapping[str, Any], facts: Mapping[str, Any], *parts: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        super().__init__({name: value for name, value in shown.items() if name not in ("state", facts["method"])})
-        self.facts, self._parts = facts, parts
-
-    @classmethod
-    def own(cls, shown: Mapping[str, Any], facts: Mapping[str, Any], part: Mapping[str, Any]) -> State:
-        """A rank's: its chunks, and facts of its own."""
-        return cls(shown, facts, functools.partial(dict, part))
+    def __init__(self, shown: Mapping[str, Any], *parts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        self.facts, self._parts = saved_in(shown)["facts"], parts
+        super().__init__({**shown, self.facts["method"]: {"facts": self.facts}})
+        self.pop("state", None)
 
     @property
-    def part(self) -> Mapping[str, Any]:
-        """The first: of this rank."""
-        return self._parts[0]()
+    def parts(self) -> Iterator[Mapping[str, Any]]:
+        """One rank's after the other's: chunks, and facts of its own, by key."""
+        return (part() if callable(part) else part for part in self._parts)
 
     def pieces(self, key: str) -> Iterator[Any]:
         """The chunks that hold a tensor, or a rank's facts."""
-        for part in self._parts:
-            if (piece := part().get(key)) is not None:
-                yield piece
+        for each in (part[key] for part in self.parts if key in part):
+            place = (each, 0, len(each)) if isinstance(each, Tensor) else each  # a file has it whole
+            yield Chunk(*place) if isinstance(place, tuple) else place
 
     def read(self, key: str, into: Chunk) -> None:
         """Fills a chunk's tensor, in place; converts dtypes.
@@ -184,20 +171,18 @@ class State(dict[str, Any]):
         Raises:
             CheckpointError: some of its rows are nowhere.
         """
-        filled, wanted = 0, len(into.tensor)
-        for piece in self.pieces(key) if wanted else ():
+        missing, pieces = len(into.tensor), self.pieces(key)
+        while missing > 0:
+            if (piece := next(pieces, None)) is None:
+                raise files.CheckpointError(
+                    f"A state must hold all {into.length} entries of {key!r}, got {len(into.tensor) - missing} of the"
+                    f" {len(into.tensor)} that this rank needs. Load it into the model that it was saved from."
+                )
             first, end = max(piece.offset, into.offset), min(piece.end, into.end)
             if first < end and piece.length == into.length:
                 rows = piece.tensor[first - piece.offset : end - piece.offset]
                 into.tensor[first - into.offset : end - into.offset].copy_(rows)
-                filled += end - first
-            if filled == wanted:
-                return
-        if filled < wanted:
-            raise files.CheckpointError(
-                f"A state must hold all {into.length} entries of {key!r}, got {filled} of the {wanted} that this rank"
-                " needs. Load it into the model that it was saved from."
-            )
+                missing -= end - first
 
     def whole(self, key: str) -> Any:
         """A whole tensor, in host memory: the saved one, if it is in one piece; or a rank's facts.
@@ -212,14 +197,17 @@ class State(dict[str, Any]):
             return deepcopy(first)
         if len(first.tensor) == first.length:
             return first.tensor
-        into = Chunk.whole(torch.empty(first.length, *first.tensor.shape[1:], dtype=first.tensor.dtype))
+        into = Chunk(first.tensor.new_empty(first.length, *first.tensor.shape[1:], device="cpu"), 0, first.length)
         self.read(key, into)
         return into.tensor
 
     def wholes(self) -> dict[str, Any]:
         """All of them."""
-        keys = dict.fromkeys(itertools.chain.from_iterable(part() for part in self._parts))
-        return {key: self.whole(key) for key in keys}
+        return {key: self.whole(key) for key in dict.fromkeys(itertools.chain.from_iterable(self.parts))}
+
+    def as_file(self) -> dict[str, Any]:
+        """As a file has it: whole, as its method writes it."""
+        return named(self.facts["method"]).whole_state(self)
 
     def read_of_ranks(self, name: str, chunks: Mapping[str, Chunk], rank: int, ranks: int) -> None:
         """Fills this rank's chunks of what each has of its own: on another number of ranks, with the mean of all.
@@ -231,32 +219,16 @@ class State(dict[str, Any]):
             ranks: of the run that goes on.
         """
         before: int = self.facts["ranks"]
+        first, *others = [rank] if before == ranks else range(before)
         for key, chunk in chunks.items():
             index = key.rpartition(".")[2]
-            if before == ranks:
-                self.read(f"{name}.{rank}.{index}", chunk)
-                continue
-            one = chunk._replace(tensor=torch.empty_like(chunk.tensor))
-            chunk.tensor.zero_()
-            for other in range(before):
+            self.read(f"{name}.{first}.{index}", chunk)
+            for other in others:
+                one = chunk._replace(tensor=torch.empty_like(chunk.tensor))
                 self.read(f"{name}.{other}.{index}", one)
                 chunk.tensor.add_(one.tensor)
-            chunk.tensor.div_(before)
-
-
-def whole_state(saved: State) -> dict[str, Any]:
-    """A whole state, as its method writes it."""
-    return named(saved.facts["method"]).whole_state(saved)
-
-
-def with_states(content: Mapping[Any, Any], act: Callable[[Where, Any], Any]) -> dict[Any, Any]:
-    """A host's checkpoint with what ``act`` gives for each value, and for each in a list: they may be states."""
-    return {
-        name: [act((name, place), each) for place, each in enumerate(value)]
-        if isinstance(value, list)
-        else act((name, None), value)
-        for name, value in content.items()
-    }
+            if others:
+                chunk.tensor.div_(before)
 
 
 def saved_in(state: Any) -> Mapping[str, Any]:
@@ -267,6 +239,19 @@ def saved_in(state: Any) -> Mapping[str, Any]:
     return {}
 
 
+def with_states(content: Any, act: Callable[[Where, Any], Any], where: Where = ()) -> Any:
+    """A host's checkpoint with what ``act`` gives for each state, also in a list or dict, that is not whole."""
+    if held := saved_in(content):
+        return content if "tensors" in held else act(where, content)
+    if len(where) > 1:
+        return content
+    if type(content) is dict:
+        return {name: with_states(each, act, (*where, name)) for name, each in content.items()}
+    if type(content) is list:
+        return [with_states(each, act, (*where, place)) for place, each in enumerate(content)]
+    return content
+
+
 def taken(given: Any, method: str) -> Any:
     """What a load was given: a :class:`State` if it is of the method, else a dict such as torch's optimizers have.
 
@@ -274,18 +259,14 @@ def taken(given: Any, method: str) -> Any:
         ValueError: it is neither.
     """
     if isinstance(given, State):
-        return given if given.facts["method"] == method else whole_state(given)
+        return given if given.facts["method"] == method else given.as_file()
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise ValueError(
             "An optimizer state must have `state` and `param_groups`, got"
             f" {sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__}. Load another state."
         )
-    if (saved := given.get(method)) is None:
-        return given
-    if not isinstance(saved, Mapping) or not {"facts", "tensors"} <= saved.keys():
-        raise ValueError(f"A state of {method} must hold facts and tensors, got another. Load another checkpoint.")
-    part = {key: Chunk.whole(each) if isinstance(each, Tensor) else each for key, each in saved["tensors"].items()}
-    return State.own(given, saved["facts"], part)
+    saved = given.get(method)
+    return given if saved is None else State(given, saved.get("tensors", {}))
 
 
 # ------------------------------------------------------------------------------------------------ one file
@@ -299,8 +280,8 @@ def not_collected(rank: int, call: str) -> RuntimeError:
     )
 
 
-def collect(state: State, ranks: Communicator, device: torch.device, to: int = 0) -> State | None:
-    """The state of all ranks on rank ``to``, in host memory; None elsewhere. Collective.
+def collect(state: State, ranks: Communicator, device: torch.device, to: int = 0) -> dict[str, Any] | None:
+    """The state of all ranks on rank ``to``, whole, as a file has it, in host memory; None elsewhere. Collective.
 
     Args:
         state: this rank's.
@@ -308,9 +289,10 @@ def collect(state: State, ranks: Communicator, device: torch.device, to: int = 0
         device: by way of which tensors travel.
         to: among the ranks.
     """
-    mine = {key: each for key, each in state.part.items() if isinstance(each, Chunk)}
+    own = next(state.parts)
+    mine = {key: each for key, each in own.items() if isinstance(each, Chunk)}
     plan = {key: each._replace(tensor=each.tensor.detach().to("meta")) for key, each in mine.items()}
-    facts = {key: each for key, each in state.part.items() if key not in mine}
+    facts = {key: each for key, each in own.items() if key not in mine}
     ranks.raise_on_all_ranks(lambda: pickle.dumps(facts))  # an optimizer of the user's may hold what cannot be sent
     told = ranks.all_gather_object({**facts, **plan})
     wholes: dict[str, Any] = {}
@@ -321,10 +303,10 @@ def collect(state: State, ranks: Communicator, device: torch.device, to: int = 0
                 wholes[key] = each
                 continue
             if key not in wholes:
-                wholes[key] = Chunk.whole(each.tensor.new_empty(each.length, *each.tensor.shape[1:], device="cpu"))
-            rows.append(wholes[key].tensor[each.offset : each.end])
+                wholes[key] = each.tensor.new_empty(each.length, *each.tensor.shape[1:], device="cpu")
+            rows.append(wholes[key][each.offset : each.end])
     ranks.carry([chunk.tensor for chunk in mine.values()], into, to, device)
-    return State.own(state, state.facts, wholes) if ranks.rank == to else None
+    return State(state, wholes).as_file() if ranks.rank == to else None
 
 
 # ------------------------------------------------------------------------------------------------ a directory
@@ -343,33 +325,26 @@ def write_directory(path: Path, rest: Any, states: Mapping[Where, State], ranks:
         OSError: it could not be written; on every rank.
     """
     lead = ranks.rank == 0
+    parts = {
+        where: {key: tuple(each) if isinstance(each, Chunk) else each for key, each in next(state.parts).items()}
+        for where, state in states.items()
+    }
     with files.explained(path), ExitStack() as stack:
-        begin = functools.partial(stack.enter_context, files.replacing(path, folder=True))
-        name = ranks.raise_on_all_ranks(lambda: str(begin()) if lead else "")
+        name = ranks.raise_on_all_ranks(lambda: str(stack.enter_context(files.replacing(path, True))) if lead else "")
         folder = Path(ranks.all_gather_object(name)[0])
-
-        def write_part() -> None:
-            held = {where: {key: _plain_form(each) for key, each in s.part.items()} for where, s in states.items()}
-            files.write({"token": folder.name, "states": held}, folder / f"rank-{ranks.rank}.pt")
-
-        ranks.raise_on_all_ranks(write_part)
+        own = {"token": folder.name, "states": parts}
+        ranks.raise_on_all_ranks(lambda: files.write(own, folder / f"rank-{ranks.rank}.pt"))
 
         def complete() -> None:
             if lead:
-                files.write({"token": folder.name, "ranks": ranks.world_size, "rest": rest}, folder / files.META)
+                meta = {"token": folder.name, "ranks": ranks.world_size, "rest": with_plain_numbers(rest)}
+                files.write(meta, folder / files.META)
                 stack.close()
 
         ranks.raise_on_all_ranks(complete)
 
 
-def _plain_form(each: Any) -> Any:
-    """A chunk as a tuple of a tensor in host memory and numbers; facts as they are."""
-    return (each.tensor.detach().to("cpu"), each.offset, each.length) if isinstance(each, Chunk) else each
-
-
-def read_directory(
-    path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True
-) -> dict[Any, Any]:
+def read_directory(path: Path, ranks: Communicator, weights_only: bool | None = None, parts: bool = True) -> Any:
     """The host's checkpoint in a directory, with its optimizers' :class:`State`: tensors are read when they are needed.
 
     Args:
@@ -383,39 +358,31 @@ def read_directory(
     """
 
     def read(name: str, check: bool, **options: Any) -> dict[str, Any]:
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             content = files.load_file(path / name, weights_only, check, **options)
-        except (FileNotFoundError, NotADirectoryError):
-            raise files.CheckpointError(
-                f"The checkpoint {str(path)!r} is torn, or no directory of ours: it lacks {name}. Load another."
-            ) from None
-        if not isinstance(content, dict) or "token" not in content or content["token"] != (token or content["token"]):
-            raise files.CheckpointError(
-                f"{str(path / name)!r} must be of one save with the others, got another. Load another one."
-            )
-        return content
+            if isinstance(content, dict) and "token" in content and token in (None, content["token"]):
+                return content
+        raise files.CheckpointError(
+            f"The checkpoint {str(path)!r} is torn, or no directory of ours: {name} is missing, or is not of one save"
+            " with the others. Load another one."
+        )
 
-    def part(number: int, check: bool = False) -> dict[Where, dict[str, Any]]:
+    @functools.cache
+    def part(number: int) -> dict[Where, dict[str, Any]]:
         """A rank's, its tensors mapped: memory is used where they are read."""
-        if number not in opened:
-            opened[number] = states = read(f"rank-{number}.pt", check, mmap=True)["states"]
-            for held in states.values():
-                held.update({key: Chunk(*each) for key, each in held.items() if isinstance(each, tuple)})
-        return opened[number]
+        states: dict[Where, dict[str, Any]] = read(f"rank-{number}.pt", number in mine, mmap=True)["states"]
+        return states
 
-    def state(where: Where, value: Any) -> Any:
-        held = saved_in(value)
-        if not held or "tensors" in held:
-            return value
+    def state(where: Where, value: Any) -> State:
         gives = (functools.partial(lambda number: part(number)[where], number) for number in order)
-        return State(value, held["facts"], *gives)
+        return State(value, *gives)
 
-    token, opened = None, dict[int, dict[Where, dict[str, Any]]]()
+    token = None
     meta = ranks.raise_on_all_ranks(lambda: read(files.META, True))
     token, before = meta["token"], meta["ranks"]
+    mine = range(before)[ranks.rank :: ranks.world_size]
     if parts:
-        mine = range(before)[ranks.rank :: ranks.world_size]
-        ranks.raise_on_all_ranks(lambda: [part(number, check=True) for number in mine])
+        ranks.raise_on_all_ranks(lambda: [*map(part, mine)])
     own = ranks.rank * before // ranks.world_size  # a rank's own first, where as many have saved
     order = sorted(range(before), key=lambda number: number != own)
     return with_states(meta["rest"], state)

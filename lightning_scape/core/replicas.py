@@ -39,7 +39,7 @@ def check_same_setup(ranks: Communicator, setup: Facts, problem: str | None = No
         if (found := difference(alike)) is not None:
             raise ValueError(
                 f"All ranks must be set up alike, got a difference: {found}. Build the same model, in the same order,"
-                " with the same options on every rank."
+                " with the same options, and load the same checkpoint, on every rank."
             )
 
 

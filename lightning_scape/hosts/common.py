@@ -85,7 +85,7 @@ class Common:
     def attach_all(self, optimizers: Sequence[Optimizer], module: Module, former: Iterable[Method]) -> list[Method]:
         """Puts all of a module's optimizers under the method, in place of those it had before. Collective."""
         check_same_setup(Communicator(), {"optimizers": [type(unwrapped(each)).__name__ for each in optimizers]})
-        trained = [id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        trained = [i for each in optimizers for i in {id(p) for group in each.param_groups for p in group["params"]}]
         if not self.method.exchanges_every_step and len({*trained}) < len(trained):
             raise ValueError(
                 "With local steps each parameter must have one optimizer, got one that two train: at an exchange each"

@@ -107,7 +107,7 @@ class FabricMethodStrategy(DDPStrategy):
         self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()  # in order
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._number = itertools.count()  # of the next optimizer: all ranks count alike
-        atexit.register(self._common.saver.finish, raising=False)  # Fabric never tears a strategy down
+        atexit.register(self._common.saver.finish)  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.scaler = sharded_scaler(self.precision.scaler, self.root_device.type)
 

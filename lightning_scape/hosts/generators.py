@@ -30,7 +30,7 @@ class Generators(Callback):
     """
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
-        self._saved: Mapping[str, Any] | None = saved
+        self._saved = saved
         self._at_first_batch: Mapping[str, Any] | None = None
         """Their states when the first batch is there, if what was drawn before it must not count."""
         self._at_once = False
@@ -47,7 +47,7 @@ class Generators(Callback):
                 self._at_first_batch = rng_state()  # the next epoch's loader is set up
             return
         if self._at_once:
-            self._set()
+            set_rng_state(self._saved)
         if not (self._at_once and loop.epoch_loop.restarted_on_train_batch_end):
             self._at_first_batch = self._saved
 
@@ -56,17 +56,13 @@ class Generators(Callback):
         loop = trainer.fit_loop
         set_up_again = trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting
         if self._at_once and set_up_again:
-            self._set()
+            set_rng_state(self._saved)
 
     def begin_batches(self) -> None:
         """When the first batch is there: sets the generators for the last time, if need be."""
         if self._at_first_batch is not None:
             set_rng_state(self._at_first_batch)
-        self._saved = self._at_first_batch = None
-
-    def _set(self) -> None:
-        if self._saved is not None:
-            set_rng_state(self._saved)
+        self._at_once, self._at_first_batch = False, None
 
 
 def _draws_at_once(loader: Any) -> bool:

@@ -225,7 +225,7 @@ class MethodStrategy(DDPStrategy):
         with quiet, ExitStack() as parts:  # from the last one to the first, whatever becomes of each
             parts.callback(self._tear_down_nodes if self._common.nodes.several else super().teardown)
             parts.callback(self._replaced.close)
-            parts.callback(self._common.saver.finish, raising=not self._interrupted)
+            parts.callback(self._common.saver.finish if self._interrupted else self._common.saver.wait)
             for each in self._methods:  # the user's optimizers are torch's again; they may still be saved
                 parts.callback(each.give_back)
             self._fitting, self._methods, self._signals = False, [], None

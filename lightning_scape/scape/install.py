@@ -182,8 +182,7 @@ def consolidate(engine: Engine, to: int = 0) -> None:
     own = saved.own_state(engine, {"param_groups": []})
     # The residual's device is not the parameters' after a fit: Lightning takes those to the CPU.
     device = engine.state.step.device if engine.state else engine.parameters.device
-    whole = collect(own, engine.everyone, device, to)
-    engine.consolidated = None if whole is None else saved.whole_state(whole)
+    engine.consolidated = collect(own, engine.everyone, device, to)
 
 
 def _load(here: Installed, given: Any) -> dict[str, Any]:

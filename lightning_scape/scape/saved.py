@@ -76,7 +76,7 @@ def own_state(engine: Engine, shown: Mapping[str, Any]) -> State:
         "skipped": [state.skipped_in_row, state.skipped_total],
         "sparse": state.sparse,
     }
-    return State.own(shown, facts, chunks)
+    return State({**shown, METHOD: {"facts": facts}}, chunks)
 
 
 def whole_state(saved: State) -> dict[str, Any]:
@@ -84,7 +84,8 @@ def whole_state(saved: State) -> dict[str, Any]:
     facts, tensors = saved.facts, saved.wholes()
 
     def shaped(name: str, index: int) -> Any:
-        return tensors[f"{name}.{index}"].as_strided(facts["shapes"][index], facts["strides"][index])
+        flat = tensors.get(f"{name}.{index}", torch.empty(0, device="cpu"))  # an empty parameter has none
+        return flat.as_strided(facts["shapes"][index], facts["strides"][index])
 
     state = {}
     for index in facts["shapes"]:

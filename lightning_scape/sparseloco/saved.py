@@ -65,7 +65,7 @@ def own_state(loco: Algorithm) -> State:
         "step": loco.progress.steps,
         "progress": dict(vars(loco.progress)),
     }
-    return State.own({"param_groups": inner["param_groups"]}, facts, chunks)
+    return State({"param_groups": inner["param_groups"], METHOD: {"facts": facts}}, chunks)
 
 
 def _of_blocks(name: str, loco: Algorithm, blocks: Tensor) -> dict[str, Chunk]:

@@ -274,9 +274,7 @@ class SparseLoCo(Method):
         state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
         """
         self._consolidated = None
-        whole = collect(self.own_state(), self.everyone, self.parameters.device, to)
-        if whole is not None:
-            self._consolidated = saved.whole_state(whole)
+        self._consolidated = collect(self.own_state(), self.everyone, self.parameters.device, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the inner optimizers' included: tensors, numbers and strings only.
