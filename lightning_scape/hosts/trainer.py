@@ -233,6 +233,8 @@ class MethodStrategy(DDPStrategy):
     def _tear_down_nodes(self) -> None:
         # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
         self.model = self.lightning_module
+        if self._start_method != "popen" and self.model is not None:  # who has forked this process gets a state dict
+            self.model.register_state_dict_post_hook(two_level.gather)  # type: ignore[no-untyped-call]
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()

@@ -267,6 +267,11 @@ def within(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, ThroughForward) else module
 
 
+def gather(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    """A hook on a module's state dicts: whole tensors, on every rank. Collective over each node."""
+    state.update({name: each.full_tensor().cpu() for name, each in state.items() if isinstance(each, DTensor)})
+
+
 # --------------------------------------------------------------------------------------------- state dicts
 
 
