@@ -166,13 +166,8 @@ class End(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._words.say()
         self._words.hear()
-        end_windows(trainer)
-
-
-def end_windows(trainer: Trainer) -> None:
-    """Makes all ranks hold the same parameters, what was written last included. Collective."""
-    for method in find_all(trainer.optimizers):
-        method.finish()
+        for method in find_all(trainer.optimizers):
+            method.finish()
 
 
 def is_last_step(trainer: Trainer) -> bool:
