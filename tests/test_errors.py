@@ -511,7 +511,7 @@ class SavesAlone(pl.Callback):
 
 
 def save_alone(rank: int, world_size: int, method: str, path: Path, step: int) -> None:
-    make_trainer(strategy(method), callbacks=[SavesAlone(path, step)]).fit(Regression())
+    make_trainer(strategy(method), callbacks=[SavesAlone(path, step)], limit_val_batches=1).fit(Regression())
 
 
 @pytest.mark.parametrize(("method", "step"), [("scape", 2), ("scape", BATCHES), ("sparseloco", 3)])
