@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pkgutil
 import re
@@ -159,3 +160,22 @@ def test_every_figure_is_that_of_a_table_that_names_its_code(page: Path) -> None
     figures, known = (re.findall(r"\d+\.\d+", each) for each in (text, "".join(map(Path.read_text, tables))))
     assert figures
     assert [figure for figure in figures if figure not in known] == []
+
+
+def said() -> Iterator[str]:
+    """The texts of the package, with ``{}`` for what is put in when they are said."""
+    for path in Path(*lightning_scape.__path__).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values)
+            elif isinstance(node, ast.Constant):
+                yield str(node.value)
+
+
+def test_every_message_that_heads_a_remedy_is_one_of_the_package() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### `([^`]+)`$", page, re.MULTILINE)
+    patterns = [re.compile(" ".join(f"(?:{re.escape(word)}|{{}})" for word in each.split())) for each in headings]
+    texts = list(said())
+    assert [each.pattern for each in patterns if not any(map(each.search, texts))] == []
+    assert len(patterns) > 10

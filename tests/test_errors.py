@@ -20,7 +20,7 @@ import torch.distributed as dist
 from launcher import RankError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from trainer_helpers import BATCHES, MARKS, WIDTH, GivenRanks, Regression, make_trainer, weights
+from trainer_helpers import BATCHES, MARKS, WIDTH, GivenRanks, Regression, TwoOptimizers, make_trainer, weights
 
 from lightning_scape import (
     FabricScapeStrategy,
@@ -252,10 +252,14 @@ class Own(Regression):
     val_dataloader = train_dataloader
 
 
+class OwnByHand(Own, TwoOptimizers):
+    """Takes two steps in a batch."""
+
+
 def fit_own(rank: int, world_size: int, method: str, batches: list[int], known: bool, options: dict[str, Any]) -> int:
     kind = strategy("scape", local_group_size=2) if method == "nodes" else strategy(method)
     trainer = make_trainer(kind, use_distributed_sampler=False, **{"max_epochs": 3, **options})
-    trainer.fit(Own(batches, known))
+    trainer.fit((OwnByHand if method == "by hand" else Own)(batches, known))
     return int(trainer.global_step)
 
 
@@ -281,6 +285,7 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
 
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_ranks_that_end_together_train(run_ranks: RunRanks, method: str) -> None:
+    assert run_ranks(fit_own, 2, "by hand", [5, 8], True, {"max_steps": 10}, timeout=SOON) == [10, 10]
     assert run_ranks(fit_own, 2, method, [5, 5], False, {}, timeout=SOON) == [15, 15]
     assert run_ranks(fit_own, 2, method, [6, 9], False, {"max_steps": 6}, timeout=SOON) == [6, 6]
     assert run_ranks(fit_own, 2, method, [9, 7], True, {"limit_train_batches": 5}, timeout=SOON) == [15, 15]
@@ -511,7 +516,7 @@ class SavesAlone(pl.Callback):
 
 
 def save_alone(rank: int, world_size: int, method: str, path: Path, step: int) -> None:
-    make_trainer(strategy(method), callbacks=[SavesAlone(path, step)]).fit(Regression())
+    make_trainer(strategy(method), callbacks=[SavesAlone(path, step)], limit_val_batches=1).fit(Regression())
 
 
 @pytest.mark.parametrize(("method", "step"), [("scape", 2), ("scape", BATCHES), ("sparseloco", 3)])

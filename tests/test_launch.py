@@ -18,6 +18,7 @@ from typing import Any
 import launcher
 import pytest
 import torch
+from host_runs import whole_weights
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
@@ -211,7 +212,7 @@ class Reports(Regression):
         self.folder = folder
 
     def on_train_end(self) -> None:
-        Path(self.folder, f"rank-{self.global_rank}.txt").write_text(str(weights(self).tolist()))
+        Path(self.folder, f"rank-{self.global_rank}.txt").write_text(str(whole_weights(self).tolist()))
 
 
 class Mistaken(Regression):
@@ -243,6 +244,7 @@ def test_ranks_are_forked_for_a_notebook_or_spawned(tmp_path: Path) -> None:
         ScapeStrategy(sparsity=0.5, start_method="fork"),
         SparseLoCoStrategy(sync_every=2, start_method="fork"),
         ScapeStrategy(sparsity=0.5, start_method="spawn"),
+        ScapeStrategy(sparsity=0.5, start_method="fork", local_group_size="node"),
     ]
     context = launcher.start_server()
     ours, theirs = context.Pipe()

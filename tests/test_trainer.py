@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -203,6 +204,13 @@ class Accumulates(TwoInTurns):
             optimizer.zero_grad()
 
 
+class Wrapped(Usual):
+    """Returns Lightning's wrapper of its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return LightningOptimizer(super().configure_optimizers())
+
+
 class Halves(Usual):
     """Changes its gradients before the step."""
 
@@ -247,6 +255,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "steps the kept ones": (Kept, {}),
     "accumulates by hand": (Accumulates, {}),
     "halves its gradients": (Halves, {}),
+    "wrapped": (Wrapped, {}),
     "groups and hooks": (WithGroups, {}),
     "tied and compiled": (BetweenFits, {}),
     "inf is no bound": (Usual, {"gradient_clip_val": 1e6}),

@@ -32,14 +32,8 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 Wait = Callable[[], object]
 """Returns when a message has arrived."""
-_BROADCAST_BYTES = 1 << 26
-"""Of a message, where tensors are broadcast."""
-_CARRIED_BYTES = 1 << 18
-"""Of a message of a checkpoint, which may travel beside a step."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag that no message has."""
-_LEAVE_SECONDS = 10.0
-"""For gloo's threads, at the end of a process."""
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -106,6 +100,7 @@ def group_beside(process_group: ProcessGroup | None, kind: str) -> ProcessGroup 
             timeout=group_timeout(dist.group.WORLD),
             use_local_synchronization=process_group is not None,  # else every rank of the job would have to call
         )
+        _let_senders_finish()
     return groups[kind]
 
 
@@ -137,13 +132,13 @@ def _end_groups() -> None:
     """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
 
     That is what ``destroy_process_group`` does, if neither the script has called it nor Lightning, which does so for
-    NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For some seconds at most: the wait for an
+    NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For ten seconds at most: the wait for an
     interrupted message would last until its timeout.
     """
     if dist.is_initialized():
         ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
         ending.start()
-        ending.join(_LEAVE_SECONDS)
+        ending.join(10.0)
 
 
 atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
@@ -153,9 +148,9 @@ atexit.register(_end_groups)  # at import: after what others have registered sin
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
-    """Overwrites the tensors with those of the group's first rank, in few messages, as DDP does. In place."""
+    """Overwrites the tensors with those of the group's first rank, in messages of 64 MB. In place."""
     if world_size(process_group) > 1 and (sent := [each.detach() for each in tensors]):
-        broadcast_coalesced(process_group or dist.group.WORLD, sent, _BROADCAST_BYTES)
+        broadcast_coalesced(process_group or dist.group.WORLD, sent, 1 << 26)
 
 
 def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> Wait:
@@ -195,10 +190,7 @@ def _exchange(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | 
     return lambda: [work.wait() for work in works if work is not None]
 
 
-_waiting: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-
-
-def let_senders_finish(group: ProcessGroup | None) -> None:
+def _let_senders_finish() -> None:
     """Makes gloo's receiving threads, those of all process groups so far, wait for their turn. They are found by name.
 
     While a sender holds the lock of a connection, the thread that receives there asks again and again for it. Where
@@ -207,10 +199,6 @@ def let_senders_finish(group: ProcessGroup | None) -> None:
 
     Threads with another policy than the default keep it. If the system forbids the change, all works as before.
     """
-    group = group or dist.group.WORLD
-    if group is None or group in _waiting:
-        return
-    _waiting.add(group)
     for task in Path("/proc/self/task").glob("*"):  # none but on Linux
         with contextlib.suppress(OSError):  # it has ended
             thread = int(task.name)
@@ -295,8 +283,6 @@ class Communicator:
         self.rank: int = dist.get_rank(process_group) if dist.is_initialized() else 0
         self.world_size: int = world_size(process_group)
         self.traffic = Traffic()
-        if dist.is_initialized() and by_gloo(process_group):
-            let_senders_finish(process_group)
 
     @classmethod
     def of_optimizer(cls, process_group: ProcessGroup | None) -> Self:
@@ -407,9 +393,10 @@ class Communicator:
 
 
 def _in_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """In 256 KB each: a checkpoint may travel beside a step."""
     for tensor in tensors:
         if tensor.numel():
-            yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(_CARRIED_BYTES)
+            yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(1 << 18)
 
 
 def _portable(error: Exception | None) -> Exception | None:

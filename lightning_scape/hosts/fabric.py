@@ -52,15 +52,9 @@ class FabricMethodStrategy(DDPStrategy):
     Args:
         config: the method's options.
         total_steps: steps of the whole run, if you know them: after the last one all ranks hold the same parameters.
-        checkpoint_io: how checkpoints are written.
-        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
-        timeout: how long a collective waits for the other ranks; a number counts seconds.
-        start_method: how processes are started; None is ``"fork"`` in a notebook, else ``"popen"``.
-        state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
-            its own part, in parallel. Either is loaded, whatever is set here.
-        async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
-            :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised there; the end of the
-            process waits for it, and only warns.
+        checkpoint_io, process_group_backend, timeout, start_method, state_dict_type: as of ``MethodStrategy``.
+        async_save: likewise. Call :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised
+            there; the end of the process waits for it, and only warns.
 
     Raises:
         TypeError: an option of DDP's that is not needed here, one that does not exist, or ``config`` of no method.

@@ -48,6 +48,12 @@ def accumulates(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
+def validation_batches(trainer: Trainer) -> int:
+    """Of the validation under way, on this rank; 0: it is not known."""
+    fetcher = trainer.fit_loop.epoch_loop.val_loop._data_fetcher
+    return (fetcher.length if fetcher is not None else None) or 0
+
+
 def logged_step(trainer: Trainer) -> int:
     """The loggers' step axis for what is logged after a batch; the Trainer's own callbacks read it, too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import Saver
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts.private_names import (
     BROADCAST,
@@ -27,6 +28,7 @@ from lightning_scape.hosts.private_names import (
     insert,
     replace,
     signals,
+    validation_batches,
 )
 from lightning_scape.hosts.words import Words
 
@@ -47,7 +49,9 @@ class Signals(Callback):
     def __init__(self, trainer: Trainer, words: Words, saver: Saver, replaced: ExitStack) -> None:
         self._words, self._saver, self._replaced = words, saver, replaced
         self._launcher, self._requeue = trainer.strategy.launcher, getattr(signals(trainer), REQUEUE_HANDLER)
-        self._signum, self._has_saved, self._has_said = 0, False, False
+        self._signum, self._has_saved = 0, False
+        self._to_hear = 0
+        """Batches of the validation after which all ranks hear words."""
         self.failed_alone = False
         """Whether this rank has met an error, and others have not."""
         replace(replaced, signals(trainer), SIGTERM_HANDLER, self._note_stop)
@@ -79,7 +83,7 @@ class Signals(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or self._words.ranks == 1:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._words.hear()
         else:
             self._words.end_batch(stepped=not accumulates(trainer))
@@ -87,10 +91,12 @@ class Signals(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._words.say()  # who was told in the last batch: the fit may end here
         self._words.hear()
+        self._obey(trainer, save=False)
 
-    def _obey(self, trainer: Trainer) -> None:
-        if self._words.save_heard and not self._has_saved and not accumulates(trainer):
+    def _obey(self, trainer: Trainer, save: bool = True) -> None:
+        if save and self._words.save_heard and not self._has_saved and not accumulates(trainer):
             self._has_saved, self._words.save = True, False
             rank_zero_info(f"SLURM's signal: all ranks save after step {trainer.global_step}.")
             with ExitStack() as now:
@@ -105,29 +111,27 @@ class Signals(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._has_said = False
+            self._words.say()
             self._words.hear()
             self._obey(trainer)
+            # None after a rank's last batch: that leads to the end of a validation, and to messages there.
+            self._to_hear = min(Communicator().all_gather_object(validation_batches(trainer))) - 1
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """SIGTERM on all ranks ends a validation after this batch; on some, after all of its batches."""
-        if trainer.sanity_checking or trainer.received_sigterm or not self._words.stop:
-            return
-        if not self._has_said:
-            self._has_said = True
-            self._words.say()
-        if (heard := self._words.all_arrived()) is not None and heard.stop == self._words.ranks:
-            signals(trainer).received_sigterm = True
+        """SIGTERM ends a validation, too, on all ranks after the same batch."""
+        if not trainer.sanity_checking and self._to_hear > 0:
+            self._to_hear -= 1
+            self._words.begin_batch()
+            self._words.end_batch(stepped=False)
+            self._obey(trainer, save=False)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.received_sigterm:
-            return
-        if not self._has_said:
+        if not trainer.sanity_checking:
             self._words.say()
-        self._words.hear()
-        self._obey(trainer)
+            self._words.hear()
+            self._obey(trainer)
 
     # ------------------------------------------------------------------------------------------- an error
 
@@ -166,13 +170,8 @@ class End(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._words.say()
         self._words.hear()
-        end_windows(trainer)
-
-
-def end_windows(trainer: Trainer) -> None:
-    """Makes all ranks hold the same parameters, what was written last included. Collective."""
-    for method in find_all(trainer.optimizers):
-        method.finish()
+        for method in find_all(trainer.optimizers):
+            method.finish()
 
 
 def is_last_step(trainer: Trainer) -> bool:
@@ -188,5 +187,5 @@ def _ends_epoch(trainer: Trainer) -> bool:
     """Whether this rank's epoch ends with this batch, and the run does not end with its step."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0  # on the ranks that go on, too
-    ends_run = steps and 0 <= loop.max_steps <= loop.global_step + 1
+    ends_run = steps and 0 <= loop.max_steps <= loop.global_step + len(trainer.optimizers)
     return loop.batch_progress.is_last_batch and not ends_run

@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_scape.checkpoint import files
 from lightning_scape.checkpoint.saver import StateDictType
 from lightning_scape.comm.collectives import Communicator, leave_groups
-from lightning_scape.core.method import Method, find
+from lightning_scape.core.method import Method, find, unwrapped
 from lightning_scape.hosts import signals, two_level
 from lightning_scape.hosts.checkpoints import ScapeCheckpointIO, act_together
 from lightning_scape.hosts.common import (
@@ -151,7 +151,7 @@ class MethodStrategy(DDPStrategy):
         """Puts the user's optimizers under the method. Collective; also in mid-training, after a change of theirs."""
         self._fitting = False  # until it is known that all ranks have built the same
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
-        given = [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
+        given: list[Any] = [unwrapped(each) for each in self.optimizers if not isinstance(each, NoOptimizer)]
         self._methods = self._common.attach_all(given, self._module, self._methods)
         self._fitting = True
 
@@ -233,6 +233,8 @@ class MethodStrategy(DDPStrategy):
     def _tear_down_nodes(self) -> None:
         # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
         self.model = self.lightning_module
+        if self._start_method != "popen" and self.model is not None:  # who has forked this process gets a state dict
+            self.model.register_state_dict_post_hook(two_level.gather)  # type: ignore[no-untyped-call]
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()

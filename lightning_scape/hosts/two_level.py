@@ -111,7 +111,7 @@ class Nodes:
             cast_forward_inputs=False,  # autocast does it where it should: targets keep their precision
         )
         for unit in [*_units(module), module]:
-            if not is_sharded(unit):
+            if not isinstance(unit, FSDPModule):
                 often = None if unit is module else self.config.reshard_after_forward  # None: torch knows the root
                 fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, reshard_after_forward=often)
         if self.process_group is not None:  # also what the user has sharded
@@ -148,21 +148,18 @@ class Nodes:
         return found
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has sharded the module."""
-    return isinstance(module, FSDPModule)
-
-
 def _note_uses(module: nn.Module) -> None:
     """Parameters that no rank uses in a step shall be left alone. Gathers a unit at a time; may come again."""
-    for unit in filter(is_sharded, module.modules()):
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
         sharded = dict(unit.named_parameters())
-        cast(FSDPModule, unit).unshard()
+        unit.unshard()
         for name, gathered in unit.named_parameters():
             own = isinstance(sharded[name], DTensor) and not isinstance(gathered, DTensor)  # not of a unit inside
             if own and gathered.is_floating_point():
                 note_uses(sharded[name], gathered)
-        cast(FSDPModule, unit).reshard()
+        unit.reshard()
 
 
 def reshard(module: nn.Module) -> None:
@@ -268,6 +265,11 @@ def within(module: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------- state dicts
+
+
+def gather(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    """A hook on a module's state dicts: whole tensors, on every rank. Collective over each node."""
+    state.update({name: each.full_tensor().cpu() for name, each in state.items() if isinstance(each, DTensor)})
 
 
 def _whole(content: Any) -> Any:

@@ -79,7 +79,7 @@ class Words:
             stepped: a step has ended the batch. Under SCAPE ranks have waited for one another in it, and so for words.
         """
         lag = self.lag if stepped and self.lag <= 2 else max(self.lag, 2, self._every)
-        old = [work for work, _, said in self._under_way if said <= self._batch - lag + 1]
+        old = [work for work, _, said in self._under_way if work is None or said <= self._batch - lag + 1]
         self._waits |= any(work is not None and not work.is_completed() for work in old)
         self.hear(len(self._under_way) - len(old))
 
@@ -127,19 +127,15 @@ class Words:
             heard = Word(*word.tolist())
             self._check(heard._replace(last=0) if place == len(self._under_way) - 1 else heard)
 
-    def all_arrived(self) -> Word | None:
-        """The last word said, if all ranks have said it; None: not yet."""
-        work, word, _ = self._under_way[-1]
-        return Word(*word.tolist()) if _has_arrived(work) else None
-
     def all_failed(self, seconds: float) -> bool:
         """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
         for _ in range(2):  # a rank that comes in vain once has gone, and its first word is still there
             self.say(saving=True)
+            work, word, _ = self._under_way[-1]
             deadline = time.monotonic() + seconds
-            while (heard := self.all_arrived()) is None and time.monotonic() < deadline:
+            while not (arrived := _has_arrived(work)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            if heard is None or heard.saving < self.ranks:
+            if not arrived or Word(*word.tolist()).saving < self.ranks:
                 return False
         return True
 
