@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import StepLR
 from trainer_helpers import Regression, gathered, make_trainer, weights
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 
 SPARSE = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0)
 
@@ -207,6 +207,17 @@ def fit_again(rank: int, world_size: int) -> None:
 
 def test_a_second_fit_of_the_same_optimizer_goes_on_with_its_moments(run_ranks: RunRanks) -> None:
     run_ranks(fit_again, 2)
+
+
+def test_a_load_into_adams_leaves_no_state_of_torchs_beside_scapes() -> None:
+    """A second fit would take it for what AdamS has learnt."""
+    params = parameters()
+    adams = AdamS(params)
+    ScapeOptimizer.from_optimizer(adams, SPARSE)
+    set_gradients(params, 0, 0)
+    adams.step()
+    adams.load_state_dict(adams.state_dict())
+    assert not any(param in adams.state for param in params)
 
 
 def fit_with_other_options(rank: int, world_size: int) -> None:

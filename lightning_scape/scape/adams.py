@@ -80,6 +80,6 @@ class AdamS(Optimizer):
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params: chain[Tensor] = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
-            if number in state_dict["state"]:
+            if number in state_dict["state"] and param in self.state:  # not under SCAPE
                 moment, dtype = state_dict["state"][number]["exp_avg"], torch.promote_types(param.dtype, torch.float32)
                 self.state[param]["exp_avg"] = moment.to(param.device, dtype, copy=True)
