@@ -29,9 +29,12 @@ def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, fir
         optimizer.step()
 
 
-def _resume(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor]:
+def _resume(rank: int, world_size: int, folder: str, writer: int) -> tuple[Tensor, Tensor]:
     net, optimizer, loco = build()
     go_on(net, optimizer, rank, 0, AFTER)
+    if rank == writer:  # all ranks know of it at the next exchange, the resumed ones too
+        with torch.no_grad():
+            net[2].bias.fill_(3.0)
     path = Path(folder) / "saved"
     loco.consolidate_state_dict()
     if rank == 0:
@@ -47,8 +50,9 @@ def _resume(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor]:
     return flat(net), flat(other)
 
 
-def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path) -> None:
-    ends = run_ranks(_resume, 2, str(tmp_path))
+@pytest.mark.parametrize("writer", [-1, 1])
+def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, writer: int) -> None:
+    ends = run_ranks(_resume, 2, str(tmp_path), writer)
     for straight, resumed in ends:
         assert torch.equal(straight, resumed)
     assert not torch.equal(ends[0][0], ends[1][0])  # the run ends inside a window

@@ -8,6 +8,7 @@ key                     on other ranks  what it is
 ``parameters.r.i``      the mean        where the rank's inner steps have led
 ``inner.r.i.name``      rank r mod N    tensors of the inner optimizer's state
 ``own.r``               likewise        a dict: all else of the inner optimizer's state
+``written.r``           by all of them  a list: parameters that others than the optimizer have written in the window
 ======================= =============== ================================================================================
 
 Tensors of a parameter are flat, in its memory order, but for the inner optimizer's. Where several ranks hold a replica
@@ -51,6 +52,7 @@ def own_state(loco: Algorithm) -> State:
     assert state is not None
     inner, chunks = _taken_apart(loco.optimizer, f"inner.{rank}")
     chunks[f"own.{rank * node.world_size + node.rank}"] = inner
+    chunks[f"written.{rank}"] = loco.progress.written
     if rank == 0:  # all have the same
         chunks |= _of_blocks("start", loco, state.start)
     chunks |= _of_blocks(f"error.{rank}", loco, state.error)
@@ -63,7 +65,7 @@ def own_state(loco: Algorithm) -> State:
         **facts_of(parameters),
         "optimizer": type(loco.optimizer).__name__,
         "step": loco.progress.steps,
-        "progress": dict(vars(loco.progress)),
+        "progress": {name: value for name, value in vars(loco.progress).items() if name != "written"},
     }
     return State({"param_groups": inner["param_groups"], METHOD: {"facts": facts}}, chunks)
 
@@ -156,6 +158,7 @@ def load(loco: Algorithm, given: Any) -> Loaded:
         saved.read(key, chunk)
     saved.read_of_ranks("error", _of_blocks("error", loco, state.error), rank, ranks)
     saved.read_of_ranks("parameters", of_flats("parameters", loco.parameters, flats), rank, ranks)
+    written = {place for other in range(rank % before, before, ranks) for place in saved.whole(f"written.{other}")}
     notes = changed_options(vars(loco.config), facts["config"], OF_THE_MESH)
     if before != ranks:
         notes.append(
@@ -163,7 +166,7 @@ def load(loco: Algorithm, given: Any) -> Loaded:
             " over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
             f" optimizer's state of rank {rank % before}."
         )
-    return Loaded(_inner(loco, saved), facts["progress"], notes, state, flats)
+    return Loaded(_inner(loco, saved), {**facts["progress"], "written": sorted(written)}, notes, state, flats)
 
 
 def _inner(loco: Algorithm, saved: State) -> dict[str, Any]:
