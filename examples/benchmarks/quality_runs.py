@@ -166,9 +166,18 @@ def sweep(
     return [Run(**{**setting, **more, "lr": lr, "seed": seed}) for setting, lr, seed in found]
 
 
-def drop_in(lr: float, seeds: Iterable[int] = (0,), **more: Any) -> list[Run]:
-    """AdamW and SCAPE at one learning rate, seed by seed."""
-    return [run for seed in seeds for run in sweep([ADAMW, scape(0.9), scape(0.99)], [lr], [seed], **more)]
+def drop_in(
+    lr: float,
+    others: Iterable[float] = (),
+    seeds: Iterable[int] = (0,),
+    sparsities: Iterable[float] = (0.9, 0.99),
+    **more: Any,
+) -> list[Run]:
+    """AdamW and SCAPE at one learning rate, seed by seed; on the first seed AdamW at other rates, to know its best."""
+    first, *rest = seeds
+    methods = [ADAMW, *map(scape, sparsities)]
+    runs = [*sweep(methods, [lr], [first], **more), *sweep([ADAMW], others, [first], **more)]
+    return runs + [run for seed in rest for run in sweep(methods, [lr], [seed], **more)]
 
 
 def on_one_page(
@@ -185,7 +194,6 @@ ADAMW: dict[str, Any] = {"method": "adamw"}
 ADAMS: dict[str, Any] = {"method": "adams"}
 MUON: dict[str, Any] = {"method": "muon"}
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
-DIGIT_TASKS = ("digits-conv", "digits-gru")
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
 """Where a step takes seconds."""
@@ -199,7 +207,7 @@ SHORT = [
     *sweep([ADAMW, scape(0.9), scape(sparsity_warmup_steps=0)], [2e-3, 4e-3], betas=TORCH_BETAS, **TINY),
     *(
         run
-        for task in DIGIT_TASKS
+        for task in ("digits-conv", "digits-gru")
         for run in sweep([ADAMW, scape(0.9)], [1e-3], (0, 1), task=task, ranks=2, steps=4, betas=TORCH_BETAS)
     ),
     *sweep([paper(wire_dtype="fp32"), paper(clip_norm="local")], [2e-3], **TINY),
@@ -218,11 +226,10 @@ SUITES: dict[str, list[Run]] = {
         *(run for betas in (TORCH_BETAS, BETAS) for run in sweep([ADAMW], [4e-3, 16e-3], betas=betas, **LONG)),
     ],
     "0.2M": [
-        *on_one_page(4e-3, range(3), [AT_02M], (0.9, 0.99)),
-        *sweep([ADAMW], [2e-3, 8e-3], **AT_02M),
+        *drop_in(4e-3, [2e-3, 8e-3], range(3), **AT_02M),
         *sweep([MUON, sparseloco(15, inner="muon"), sparseloco(15)], [4e-3], **AT_02M),
     ],
-    "3M": on_one_page(1e-3, range(3), [EXAMPLE], (0.9, 0.99)),
+    "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
     "10M": drop_in(5e-4, size="10M", steps=4000, **LARGE),
     "largest": [
         *drop_in(5e-4, seeds=(0, 1), size="30M", steps=4000, **LARGE),
@@ -237,8 +244,8 @@ SUITES: dict[str, list[Run]] = {
     "domains_1M": on_one_page(2e-3, (0,), [{**each, "size": "1M", "batch": 4} for each in FOUR_DOMAINS], (0.9, 0.99)),
     "experts": on_one_page(8e-3, range(3), [{"task": "experts", "betas": TORCH_BETAS, **LONG}], (0.9, 0.99)),
     "digits": [
-        *on_one_page(16e-3, range(10), [{**DIGITS, "task": task} for task in DIGIT_TASKS], (0.9, 0.99)),
-        *(run for task in DIGIT_TASKS for run in sweep([ADAMW], [8e-3, 32e-3], task=task, **DIGITS)),
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-gru", **DIGITS),
     ],
 }
 """By name. A suite of small models takes hours of one core, 10M a night in the background; the largest want a GPU."""
