@@ -56,13 +56,14 @@ def assert_replicas_equal(params: list[nn.Parameter]) -> None:
 
 
 def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
-    """All that a state holds between steps, but for masters, which are made at the first; ``missed`` comes last."""
+    """All that a state holds between steps, but for masters, which take over parameters; ``missed`` comes last."""
     names = (
         "residual",
         "exp_avg",
         "last_step",
         "step",
         "exp_avg_sq",
+        "change_error",
         "missed",
     )
     return [getattr(state, name) for name in names]
