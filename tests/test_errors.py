@@ -355,6 +355,8 @@ class Saves(pl.Callback):
             checkpoint["mine"] = lambda: None
         if self.what == "an optimizer left out" and trainer.global_rank == 1:
             checkpoint["optimizer_states"] = []
+        if self.what == "a copy of an optimizer's state" and trainer.global_rank == 1:
+            checkpoint["optimizer_states"] = [{**each} for each in checkpoint["optimizer_states"]]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -376,6 +378,7 @@ WRONG = {
     "a callback's state": "one rank's mistake",
     "on_save_checkpoint": "one rank's mistake",
     "what cannot be pickled": "lambda",
+    "a copy of an optimizer's state": "must be saved as it is",
     "an optimizer left out": "the number of saved optimizers is 1 on rank 0 and 0 on rank 1",
 }
 

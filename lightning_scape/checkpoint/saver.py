@@ -120,6 +120,7 @@ class Saver:
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
             ValueError: ranks save other optimizers, or a directory cannot be there.
+            TypeError: a hook has put another dict in the place of an optimizer's state.
         """
         local = files.local_path(path)
         if self.sharded and local is None:
@@ -129,7 +130,16 @@ class Saver:
             )
         self.wait()
         ranks, rng, states = all_ranks(), rng_state(), dict[Where, State]()
-        ranks.raise_on_all_ranks(lambda: with_states(content, states.setdefault))
+
+        def note(where: Where, state: Any) -> None:
+            if not isinstance(state, State):
+                raise TypeError(
+                    "An optimizer's state must be saved as it is, got a dict that a hook has put in its place. Change"
+                    ' the state itself: state["param_groups"] = ...'
+                )
+            states[where] = state
+
+        ranks.raise_on_all_ranks(lambda: with_states(content, note))
         check_same_setup(ranks, {"saved optimizers": [*states]})
         lead, rest = ranks.rank == 0, with_states(content, lambda _, state: dict(state))
         if self.asynchronous:
