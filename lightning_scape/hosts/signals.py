@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts.private_names import (
     BROADCAST,
@@ -115,7 +114,7 @@ class Signals(Callback):
             self._words.hear()
             self._obey(trainer)
             # None after a rank's last batch: that leads to the end of a validation, and to messages there.
-            self._to_hear = min(Communicator().all_gather_object(validation_batches(trainer))) - 1
+            self._to_hear = self._words.fewest(validation_batches(trainer)) - 1
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -66,6 +66,13 @@ class Words:
         self._under_way.append((work, word, self._batch))
         self._next = self._batch + self._every
 
+    def fewest(self, count: int) -> int:
+        """The smallest number that a rank has. Collective; no message that is under way on other groups meets it."""
+        told = torch.tensor(count, dtype=torch.int64, device="cpu")
+        if self._group is not None:
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+        return int(told)
+
     def begin_batch(self, last: bool = False) -> None:
         """Says a word, if one is due; an epoch's last batch always has one."""
         self._batch += 1
