@@ -20,7 +20,7 @@ from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters
 from lightning_scape.core.private_names import entry
 from lightning_scape.core.replicas import check_same_setup, settings
-from lightning_scape.core.words import show_bytes, with_plain_numbers
+from lightning_scape.core.words import show_bytes
 from lightning_scape.scape import install, saved
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
@@ -336,7 +336,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
             shown = self.optimizer.state_dict()
         finally:
             engine.consolidated = kept
-        return saved.own_state(engine, {name: with_plain_numbers(each) for name, each in shown.items()})
+        return saved.own_state(engine, shown)
 
     @classmethod
     @override
