@@ -226,7 +226,8 @@ SUITES: dict[str, list[Run]] = {
         *(run for betas in (TORCH_BETAS, BETAS) for run in sweep([ADAMW], [4e-3, 16e-3], betas=betas, **LONG)),
     ],
     "0.2M": [
-        *drop_in(4e-3, [2e-3, 8e-3], range(3), **AT_02M),
+        *on_one_page(4e-3, range(3), [AT_02M], (0.9, 0.99)),
+        *sweep([ADAMW], [2e-3, 8e-3], **AT_02M),
         *sweep([MUON, sparseloco(15, inner="muon"), sparseloco(15)], [4e-3], **AT_02M),
     ],
     "3M": drop_in(1e-3, seeds=range(3), **EXAMPLE),
