@@ -89,7 +89,7 @@ def short_training(args: argparse.Namespace, choice: str, ranks: int = 1) -> dic
     torch.manual_seed(0)
     shapes = [(1500,), (30, 41)] if args.short else [(2_000_003,), (1024, 2048), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator).to(args.device)) for s in shapes]
-    alone = ScapeConfig(sparsity_warmup_steps=0)
+    alone = ScapeConfig(sparsity_warmup_steps=0, update="adamw")
     # In 4 bits, a difference in the last place may become another multiple.
     optimizer = scape(parameters, ranks, wire_dtype="fp32") if ranks > 1 else ScapeOptimizer(parameters, config=alone)
     with ops.using(choice):
@@ -188,7 +188,7 @@ class Alone(ScapeCommunicator):
 
 
 def scape(parameters: list[torch.nn.Parameter], ranks: int, **options: Any) -> ScapeOptimizer:
-    config = ScapeConfig(**{"sparsity_warmup_steps": 0, **options})
+    config = ScapeConfig(**{"sparsity_warmup_steps": 0, "update": "adamw", **options})
     optimizer = ScapeOptimizer(parameters, config=config, communicator=Alone(ranks))
     assert isinstance(optimizer.communicator, Alone)
     optimizer.communicator.others = some_mask(optimizer.engine.layout, optimizer.config.quota, parameters[0].device)

@@ -151,7 +151,7 @@ def select(statistic, chosen, first, last):
         for i in range(sent):  # each goes where so many are larger
             place = np.int32(0)
             for j in range(sent):
-                place += np.int32(best[j] > best[i])
+                place = np.int32(place + np.int32(best[j] > best[i]))
             out[np.uint64(place)] = low - (best[i] & low)
 
 
@@ -177,7 +177,7 @@ def _least(keys, sent, largest):
 def _reaching(keys, least):
     count = np.int32(0)
     for i in range(len(keys)):
-        count += np.int32(keys[i] >= least)
+        count = np.int32(count + np.int32(keys[i] >= least))
     return count
 
 
