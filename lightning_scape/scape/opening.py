@@ -213,22 +213,9 @@ class Opening:
                 f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
                 " `error_if_nonfinite=False` to let the optimizer skip such a step on all ranks."
             )
-        self._remember()
-        return norm
-
-    def all_finite(self, groups: Groups, calls: int) -> bool:
-        """Whether the gradients of all ranks are finite. They are measured again unless they were clipped."""
-        if self._factor is None:
-            self.forget()
-        self.check_measured()
-        _, answer = self.gradients(groups, calls)
-        self._remember()
-        return bool(torch.isfinite(answer.norm))
-
-    def _remember(self) -> None:
-        """Notes the gradients whose norm is known before the step: it takes the same ones."""
         self._measured = list(self._at_hand())
         self._used = True  # also by ranks without gradients: what follows is decided by the same norm
+        return norm
 
     def _at_hand(self) -> Iterator[tuple[Tensor | None, int]]:
         return ((grad, 0 if grad is None else version(grad)) for grad in self._parameters.raw_gradients())

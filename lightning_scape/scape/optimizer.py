@@ -222,22 +222,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
-    @entry
-    def all_finite(self) -> bool:
-        """Whether the gradients of all ranks are finite. All get the same answer, so all step or none does. Collective.
-
-        ::
-
-            loss.backward()
-            if optimizer.all_finite():  # not: all(p.grad.isfinite().all() for p in ...), which each rank answers alone
-                optimizer.step()
-
-        Costs no message of its own: the step uses what was measured here. On CUDA the CPU waits. Ask it after the
-        backward pass, in place of ``clip_grad_norm`` or after it. A step that is taken without asking is skipped on all
-        ranks if a gradient is not finite.
-        """
-        return self.engine.all_finite(self.param_groups)
-
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""

@@ -188,11 +188,6 @@ class Engine:
             self.settle()
             return self.opening.clip(groups, self.calls, max_norm, error_if_nonfinite)
 
-    def all_finite(self, groups: Groups) -> bool:
-        """See :meth:`ScapeOptimizer.all_finite`."""
-        self.settle()
-        return self.opening.all_finite(groups, self.calls)
-
     def allocate(self) -> ScapeState:
         """Buffers, all zeros. Where changes travel packed, the owner keeps what parameters lack; else masters."""
         packed, parameters = self.shard.packed, self.parameters
