@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/elastic"), help="folder of checkpoints, for all machines")
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
-    devices, nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])  # they change
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # both may change with every start
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     trainer = L.Trainer(
         strategy=ScapeStrategy(sparsity=0.9, timeout=120),  # so many seconds until a silent machine counts as lost
         accelerator="cpu",

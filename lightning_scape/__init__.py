@@ -14,6 +14,7 @@ from lightning_scape.__about__ import __version__ as __version__
 # Lightning takes seconds to import, and the commands answer `--help` at once.
 if TYPE_CHECKING or Path(*sys.argv[:1]).name not in ("lightning-scape", "litgpt-scape"):
     from lightning_scape.api import *  # noqa: F403 - its `__all__` says what
+    from lightning_scape.api import __all__ as __all__
 else:
 
     def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
@@ -62,6 +62,10 @@ class ScapeStrategy(MethodStrategy):
     :class:`~lightning_scape.MethodStrategy`.
     """
 
+    if TYPE_CHECKING:  # which does not see what `_by_name` does
+
+        def __init__(self, sparsity: float = 0.99, **options: Any) -> None: ...
+
 
 @_by_name("sparseloco", SparseLoCoConfig, StrategyRegistry)
 class SparseLoCoStrategy(MethodStrategy):
@@ -78,6 +82,10 @@ class SparseLoCoStrategy(MethodStrategy):
     :class:`~lightning_scape.MethodStrategy`.
     """
 
+    if TYPE_CHECKING:  # which does not see what `_by_name` does
+
+        def __init__(self, sync_every: int = 30, **options: Any) -> None: ...
+
 
 @_by_name("scape", ScapeConfig, STRATEGY_REGISTRY)
 class FabricScapeStrategy(FabricMethodStrategy):
@@ -87,6 +95,10 @@ class FabricScapeStrategy(FabricMethodStrategy):
     is. Its options: the fields of :class:`~lightning_scape.ScapeConfig`, then those of
     :class:`~lightning_scape.FabricMethodStrategy`.
     """
+
+    if TYPE_CHECKING:  # which does not see what `_by_name` does
+
+        def __init__(self, sparsity: float = 0.99, **options: Any) -> None: ...
 
 
 @_by_name("sparseloco", SparseLoCoConfig, STRATEGY_REGISTRY)
@@ -98,3 +110,7 @@ class FabricSparseLoCoStrategy(FabricMethodStrategy):
     give ``total_steps``; call it also before you set up another optimizer over the same parameters. Its options: the
     fields of :class:`~lightning_scape.SparseLoCoConfig`, then those of :class:`~lightning_scape.FabricMethodStrategy`.
     """
+
+    if TYPE_CHECKING:  # which does not see what `_by_name` does
+
+        def __init__(self, sync_every: int = 30, **options: Any) -> None: ...

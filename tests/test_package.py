@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_scape
+from lightning_scape import api
 
 COMMAND = """
 import runpy, sys
@@ -21,6 +23,11 @@ except SystemExit as ended:
     assert not ended.code, ended.code
 assert not {"torch", "lightning"} & set(sys.modules)
 """
+
+
+def test_help_and_a_star_know_the_public_names_alone() -> None:
+    assert lightning_scape.__all__ == api.__all__
+    assert "class ScapeStrategy" in pydoc.plain(pydoc.render_doc(lightning_scape))
 
 
 @pytest.mark.parametrize("word", ["--version", "--help"])

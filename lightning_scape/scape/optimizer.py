@@ -34,7 +34,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
 
     Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
     one N-th of the entries: it keeps their moments, last steps, and the rounding errors of their changes (with values
-    in bf16 or fp32: fp32 masters of narrow parameters). The step is :meth:`lightning_scape.scape.step.Engine.step`.
+    in fp32: fp32 masters of narrow parameters). The step is :meth:`lightning_scape.scape.step.Engine.step`.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient

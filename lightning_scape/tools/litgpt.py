@@ -51,7 +51,7 @@ def main() -> None:
     else:
         ours, rest = split(arguments)
         if ours:
-            sys.exit(f"litgpt-scape: error: {ours[0]} must go with {' or '.join(COMMANDS)}, got {rest[:1]}. Drop it.")
+            options_parser().error(f"{ours[0]} must follow {' or '.join(COMMANDS)}, not {arguments[0]}. Drop it.")
         run_litgpt(rest)
 
 
@@ -75,7 +75,7 @@ def train(arguments: Sequence[str]) -> None:
         run_litgpt(rest)
     finally:
         if {"-h", "--help"} & set(rest):
-            print(f"\n{parser.format_help()}")
+            print(f"\n{options_parser().format_help()}")  # LitGPT's main has had meanings read, too
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
