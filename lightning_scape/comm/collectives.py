@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 Wait = Callable[[], object]
 """Returns when a message has arrived."""
-_NOBODY_SENDS = 0x5CA9E
-"""A tag that no message has."""
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -104,17 +101,8 @@ def group_beside(process_group: ProcessGroup | None, kind: str) -> ProcessGroup 
     return groups[kind]
 
 
-def leave_groups(alone: bool) -> None:
-    """After an error nobody knows what ranks have sent on the groups beside: later fits get others.
-
-    Args:
-        alone: other ranks may wait for this one: their messages of a step fail at once. Gloo closes a rank's
-            connections where a receive is not answered in time.
-    """
-    for group in [each.groups["steps"] for each in _all_beside.values() if "steps" in each.groups] if alone else ():
-        other, nothing = (dist.get_rank(group) + 1) % dist.get_world_size(group), torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS).wait(timedelta(seconds=0.01))  # type: ignore[union-attr]
+def leave_groups() -> None:
+    """After an error nobody knows what ranks have sent on the groups beside: later fits get others."""
     _all_beside.clear()
 
 

@@ -230,7 +230,7 @@ class FabricMethodStrategy(DDPStrategy):
 
         ``filter`` leaves out nothing of the optimizers' states.
         """
-        self._common.words.before_save()
+        self._common.words.meet(saving=True)
         self._make_alike()
 
         def dump() -> dict[str, Any]:
