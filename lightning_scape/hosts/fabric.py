@@ -185,7 +185,7 @@ class FabricMethodStrategy(DDPStrategy):
         CPU at once, on CUDA in the next step or checkpoint, so that the host does not wait; this step is skipped. This
         rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
         """
-        if not self._common.method.clips:
+        if not self._common.method.exchanges_every_step:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of the node's gradient
         if float(norm_type) != 2.0:
@@ -198,7 +198,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        if self._common.method.clips:
+        if self._common.method.exchanges_every_step:
             refuse_to_clip_by_value(f"clip_val={clip_val}")
         super().clip_gradients_value(module, optimizer, clip_val)
 

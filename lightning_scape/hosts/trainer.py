@@ -163,7 +163,7 @@ class MethodStrategy(DDPStrategy):
             own, shared = plugin.scaler, sharded_scaler(plugin.scaler, self.root_device.type)
             replace(self._replaced, plugin, "scaler", shared)
             self._replaced.callback(lambda: own.load_state_dict(shared.state_dict()))
-        if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
+        if self._common.method.exchanges_every_step:  # Lightning asks the plugin, never the strategy
             replace(self._replaced, plugin, "clip_gradients", clip_gradients)
 
     @override

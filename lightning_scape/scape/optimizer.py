@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters
@@ -68,7 +68,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     title = "SCAPE"
     config_class = ScapeConfig
     shown = ("density", "compression", "grad_norm")
-    exchanges_every_step = clips = True
+    exchanges_every_step = True
 
     def __init__(
         self,
@@ -306,11 +306,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
             f" {how_much},{after or ' from the first step on'}. Update: {update}."
         )
-
-    @property
-    @override
-    def dense_bytes(self) -> int:
-        return all_reduce_bytes(self.engine.parameters.local, self.communicator.world_size)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
