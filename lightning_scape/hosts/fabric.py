@@ -139,8 +139,9 @@ class FabricMethodStrategy(DDPStrategy):
 
         Who has not called ``sync()`` before is told at the first step that ranks differ.
         """
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for former in [] if self._common.method.exchanges_every_step else find_all(self._set_up.values()):
-            if not {*_parameters(former.optimizer)}.isdisjoint(_parameters(optimizer)):
+            if any(parameter in mine for group in former.optimizer.param_groups for parameter in group["params"]):
                 former.close()
 
     @override
@@ -283,10 +284,6 @@ class FabricMethodStrategy(DDPStrategy):
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
         return self._common.words.stop_heard
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class _GradientSync(BackwardSyncControl):

@@ -102,9 +102,8 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         comm, node = communicator, Communicator.alone()
         if comm is None:
             comm, node = local_shards.communicators(ScapeCommunicator, parameters.tensors, process_group)
-        problem = parameters.problem(groups) or local_shards.problem(
-            parameters.names, parameters.tensors, config.local_group_size, process_group
-        )
+        tensors = parameters.tensors
+        problem = parameters.problem(groups) or local_shards.problem(parameters.names, tensors, process_group)
         setup = {
             "lightning_scape's version": __version__,
             "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],

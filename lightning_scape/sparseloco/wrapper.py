@@ -135,7 +135,7 @@ class SparseLoCo(Method):
                 " Convert it before building the optimizer."
             )
         # The groups' options are the optimizer's own business. A node's size is what the parameters say.
-        return self.parameters.problem([]) or local_shards.problem(names, tensors, 1, process_group)
+        return self.parameters.problem([]) or local_shards.problem(names, tensors, process_group)
 
     @classmethod
     @override
