@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_scape.hosts.common import register
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ScapeConfig
@@ -44,7 +43,9 @@ def _by_name(name: str, kind: type[Any], registry: Any) -> Callable[[_Strategy],
         init.__signature__ = arguments  # type: ignore[attr-defined]
         init.__annotations__ = {each.name: each.annotation for each in arguments.parameters.values()}
         strategy.__init__ = init
-        register(name, strategy, registry)
+        if name not in registry:  # that of `litgpt-scape` stays
+            registry.register(name, strategy)
+            registry.register(f"{name}_notebook", strategy, start_method="fork")
         return strategy
 
     return decorate

@@ -232,8 +232,11 @@ def refuse_what_is_not_under_the_method(rank: int, method: str, folder: str) -> 
 
 
 def hand_buffers_on(rank: int, method: str, folder: str) -> None:
-    """Before a save, and at the end, all ranks take those of rank 0."""
-    fabric, net = fabric_of(method), Net()
+    """Before a save, and at the end, all ranks take those of rank 0, of what all still have."""
+    fabric, former, net = fabric_of(method), Net(), Net()
+    fabric.setup_module(former)
+    if rank == 1:
+        del former
     model, optimizer = fabric.setup(net, adamw(net))
     for meet in (lambda: fabric.save(Path(folder, "buffers.ckpt"), {"model": model}), fabric.strategy.sync):
         loop(fabric, model, optimizer)

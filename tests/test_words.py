@@ -58,7 +58,7 @@ class Slow:
     def is_completed(self) -> bool:
         return time.monotonic() >= self.there and bool(self.work.is_completed())
 
-    def wait(self) -> None:
+    def wait(self, *_: Any) -> None:
         self.waited.append(max(0.0, self.there - time.monotonic()))
         time.sleep(self.waited[-1])
         self.work.wait()

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 Wait = Callable[[], object]
 """Returns when a message has arrived."""
-_NOBODY_SENDS = 0x5CA9E
-"""A tag that no message has."""
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -69,10 +66,11 @@ class _Beside:
     """Counts the optimizers as they are built: all ranks count alike."""
     length: int = 0
     """Numbers in each all-reduce of an optimizer: gloo aborts the process where ranks differ in it."""
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "scape-mask"))
+    """Sends masks: one for all optimizers, whose masks must go out in the same order on all ranks."""
 
 
 _all_beside: weakref.WeakKeyDictionary[ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
-_threads: weakref.WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
 
 def _beside(process_group: ProcessGroup | None) -> _Beside:
@@ -104,28 +102,9 @@ def group_beside(process_group: ProcessGroup | None, kind: str) -> ProcessGroup 
     return groups[kind]
 
 
-def leave_groups(alone: bool) -> None:
-    """After an error nobody knows what ranks have sent on the groups beside: later fits get others.
-
-    Args:
-        alone: other ranks may wait for this one: their messages of a step fail at once. Gloo closes a rank's
-            connections where a receive is not answered in time.
-    """
-    for group in [each.groups["steps"] for each in _all_beside.values() if "steps" in each.groups] if alone else ():
-        other, nothing = (dist.get_rank(group) + 1) % dist.get_world_size(group), torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS).wait(timedelta(seconds=0.01))  # type: ignore[union-attr]
+def leave_groups() -> None:
+    """After an error nobody knows what ranks have sent on the groups beside: later fits get others."""
     _all_beside.clear()
-
-
-def on_thread(group: ProcessGroup, act: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``act``, which sends messages on the group, beside what follows; returns how to wait for its end.
-
-    All ranks must send a group's messages in the same order. So a group has one thread, whichever optimizers share it.
-    """
-    if group not in _threads:
-        _threads[group] = ThreadPoolExecutor(1, "scape-mask")
-    return _threads[group].submit(torch.no_grad()(act)).result
 
 
 def _end_groups() -> None:
@@ -316,6 +295,10 @@ class Communicator:
             dist.all_reduce(sent, group=self.process_group)
         self.traffic.count("norm", 2 * sent.nbytes, self.world_size)
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
+
+    def on_thread(self, act: Callable[[], None]) -> Wait:
+        """Calls ``act``, which sends a mask, beside what follows."""
+        return self._beside.thread.submit(torch.no_grad()(act)).result
 
     def make_room(self, numbers: int) -> None:
         """Notes how many numbers this optimizer sums up at a time: all over the same ranks send as many."""

@@ -115,25 +115,15 @@ def everyone(communicator: Communicator, node: Communicator) -> Communicator:
     return communicator if node.world_size == 1 else Communicator()
 
 
-def problem(
-    names: Sequence[str], parameters: Sequence[Tensor], group_size: int | str, process_group: ProcessGroup | None
-) -> str | None:
+def problem(names: Sequence[str], parameters: Sequence[Tensor], process_group: ProcessGroup | None) -> str | None:
     """The first rule of two levels that is broken, as rule, value and remedy; None if all hold.
 
     Args:
         names: of the parameters.
         parameters: plain ones, or DTensors.
-        group_size: ``ScapeConfig.local_group_size``.
         process_group: the ranks with the same rows, as the user gave them.
     """
-    mesh = mesh_of(parameters)
-    if group_size not in ((1,) if mesh is None else (1, "node", mesh.size())):
-        return (
-            "`local_group_size` must be left out, or be the number of ranks that parameters are sharded over,"
-            f" {1 if mesh is None else mesh.size()}, got {group_size!r}: an optimizer does not shard a model. Apply"
-            " fully_shard over the ranks of a node first, or use ScapeStrategy, which does."
-        )
-    if mesh is None:
+    if (mesh := mesh_of(parameters)) is None:
         return None
     for name, parameter in zip(names, parameters, strict=True):
         placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None

@@ -41,9 +41,8 @@ class Method(ABC):
     shown: ClassVar[tuple[str, ...]] = ("compression",)
     """Which of its :attr:`stats` a progress bar shows."""
     exchanges_every_step: ClassVar[bool] = False
-    """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
-    clips: ClassVar[bool] = False
-    """Whether it has :meth:`clip_grad_norm`. Else the host clips this rank's own gradient."""
+    """Whether all ranks hold the same parameters after every step, and it has :meth:`clip_grad_norm`. Else they do
+    after :meth:`finish`, and the host clips each rank's own gradient."""
 
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 
@@ -139,11 +138,6 @@ class Method(ABC):
     @abstractmethod
     def summary(self) -> str:
         """A line for the start of a run: what is sent, how often."""
-
-    @property
-    @abstractmethod
-    def dense_bytes(self) -> int:
-        """Bytes that a rank would send in a step of DDP."""
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

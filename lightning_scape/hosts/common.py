@@ -104,16 +104,6 @@ def start_method_of(given: StartMethod | None) -> StartMethod:
     return given or ("fork" if hasattr(sys, "ps1") or sys.flags.interactive else "popen")
 
 
-def register(method: str, strategy: Any, registry: Any) -> None:
-    """Registers a strategy of one method under its names, ``"scape"`` and ``"scape_notebook"``.
-
-    What has them already stays, as that of ``litgpt-scape``.
-    """
-    if method not in registry:
-        registry.register(method, strategy)
-        registry.register(f"{method}_notebook", strategy, start_method="fork")
-
-
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
     """Clip the averaged gradient of the coming step by its norm; the gradients themselves are left alone.
 
@@ -121,7 +111,7 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     it. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
 
     Args:
-        optimizer: one under a method that clips, wrapped or not.
+        optimizer: one under a method that exchanges in every step, wrapped or not.
         clip_val: the bound; 0 or less means no clipping, as everywhere in Lightning.
         gradient_clip_algorithm: ``"norm"``.
 

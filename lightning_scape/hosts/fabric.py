@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import StateDictType, set_rng_state
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, find, find_all
+from lightning_scape.core.method import find, find_all
 from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoints import ScapeCheckpointIO
 from lightning_scape.hosts.common import (
@@ -97,10 +97,9 @@ class FabricMethodStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         self._common.meet(self)
-        # What was set up, as long as the user keeps it: the strategy must not keep a model alive.
-        self._modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()  # in order
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._number = itertools.count()  # of the next optimizer: all ranks count alike
+        # What was set up, by number, as long as the user keeps it: the strategy must not keep a model alive.
+        self._set_up: weakref.WeakValueDictionary[int, Module | Optimizer] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()  # all ranks count alike
         atexit.register(self._common.saver.finish)  # Fabric never tears a strategy down
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.scaler = sharded_scaler(self.precision.scaler, self.root_device.type)
@@ -123,16 +122,16 @@ class FabricMethodStrategy(DDPStrategy):
             self._common.nodes.shard(module, self.root_device, self.precision.precision)
         else:
             start_equal(module)
-        self._modules[module] = None
+        self._set_up[next(self._numbers)] = module
         return two_level.ThroughForward(module)  # another than the user's: else Fabric calls marked methods bare
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._common.nodes.follow_replaced(optimizer)
         self._close_those_replaced_by(optimizer)
-        named = [pair for module in self._modules for pair in module.named_parameters()]
-        self._common.attach(optimizer, named)
-        self._optimizers[optimizer] = next(self._number)
+        modules = [each for each in self._set_up.values() if isinstance(each, Module)]
+        self._common.attach(optimizer, [pair for module in modules for pair in module.named_parameters()])
+        self._set_up[next(self._numbers)] = optimizer
         return optimizer
 
     def _close_those_replaced_by(self, optimizer: Optimizer) -> None:
@@ -140,10 +139,10 @@ class FabricMethodStrategy(DDPStrategy):
 
         Who has not called ``sync()`` before is told at the first step that ranks differ.
         """
-        for former in [] if self._common.method.exchanges_every_step else find_all(self._optimizers):
-            if not {*_parameters(former.optimizer)}.isdisjoint(_parameters(optimizer)):
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for former in [] if self._common.method.exchanges_every_step else find_all(self._set_up.values()):
+            if any(parameter in mine for group in former.optimizer.param_groups for parameter in group["params"]):
                 former.close()
-                del self._optimizers[former.optimizer]
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -158,18 +157,19 @@ class FabricMethodStrategy(DDPStrategy):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
-        for method in self._methods():
+        for method in find_all(self._living()):
             method.finish()
         self._make_alike()
 
-    def _methods(self) -> list[Method]:
-        """Of what lives on all ranks, in the order of building: each frees dropped ones in its own time. Collective."""
-        by_number = {number: optimizer for optimizer, number in self._optimizers.items()}
-        everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
-        return find_all(by_number[number] for number in sorted(everywhere))
+    def _living(self) -> list[Module | Optimizer]:
+        """What all ranks still have, in the order of set-up: each frees what is dropped in its own time. Collective."""
+        mine = dict(self._set_up)
+        everywhere = set.intersection(*map(set, Communicator().all_gather_object([*mine])))
+        return [mine[number] for number in sorted(everywhere)]
 
     def _make_alike(self) -> None:
-        make_alike(list(self._modules), self._methods())
+        living = self._living()
+        make_alike([each for each in living if isinstance(each, Module)], find_all(living))
 
     @override
     def clip_gradients_norm(
@@ -186,7 +186,7 @@ class FabricMethodStrategy(DDPStrategy):
         CPU at once, on CUDA in the next step or checkpoint, so that the host does not wait; this step is skipped. This
         rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
         """
-        if not self._common.method.clips:
+        if not self._common.method.exchanges_every_step:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of the node's gradient
         if float(norm_type) != 2.0:
@@ -199,7 +199,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        if self._common.method.clips:
+        if self._common.method.exchanges_every_step:
             refuse_to_clip_by_value(f"clip_val={clip_val}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
@@ -230,7 +230,7 @@ class FabricMethodStrategy(DDPStrategy):
 
         ``filter`` leaves out nothing of the optimizers' states.
         """
-        self._common.words.before_save()
+        self._common.words.meet(saving=True)
         self._make_alike()
 
         def dump() -> dict[str, Any]:
@@ -284,10 +284,6 @@ class FabricMethodStrategy(DDPStrategy):
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
         return self._common.words.stop_heard
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class _GradientSync(BackwardSyncControl):

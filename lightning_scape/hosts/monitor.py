@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_scape.comm.collectives import all_reduce_bytes
+from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.core.words import show_bytes, show_times
 from lightning_scape.hosts.private_names import logged_step
@@ -98,5 +100,6 @@ class ScapeMonitor(Callback):
     def _run(self, place: int, method: Method) -> tuple[int, int, int]:
         """Steps of an optimizer in this fit, bytes that this rank has sent, and those that DDP would have sent."""
         steps, sent = self._before[place]
-        steps = method.steps_taken - steps
-        return steps, method.communicator.traffic.total - sent, steps * method.dense_bytes
+        steps, ranks = method.steps_taken - steps, method.communicator
+        trained = [local(p) for group in method.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return steps, ranks.traffic.total - sent, steps * all_reduce_bytes(trained, ranks.world_size)

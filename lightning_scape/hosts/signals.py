@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,7 +32,7 @@ from lightning_scape.hosts.private_names import (
 )
 from lightning_scape.hosts.words import Words
 
-FAILING_SECONDS = 3.0
+FAILING_TIME = timedelta(seconds=3)
 """How long a rank that has met an error waits for all others to meet one, too."""
 
 
@@ -51,8 +52,6 @@ class Signals(Callback):
         self._signum, self._has_saved = 0, False
         self._to_hear = 0
         """Batches of the validation after which all ranks hear words."""
-        self.failed_alone = False
-        """Whether this rank has met an error, and others have not."""
         replace(replaced, signals(trainer), SIGTERM_HANDLER, self._note_stop)
         replace(replaced, signals(trainer), REQUEUE_HANDLER, self._note_save)
         replace(replaced, trainer.fit_loop.epoch_loop, BROADCAST, lambda *_: None)  # of rank 0's flag: the word says it
@@ -90,8 +89,7 @@ class Signals(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.say()  # who was told in the last batch: the fit may end here
-        self._words.hear()
+        self._words.meet()  # who was told in the last batch: the fit may end here
         self._obey(trainer, save=False)
 
     def _obey(self, trainer: Trainer, save: bool = True) -> None:
@@ -110,8 +108,7 @@ class Signals(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._words.say()
-            self._words.hear()
+            self._words.meet()
             self._obey(trainer)
             # None after a rank's last batch: that leads to the end of a validation, and to messages there.
             self._to_hear = self._words.fewest(validation_batches(trainer)) - 1
@@ -128,8 +125,7 @@ class Signals(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._words.say()
-            self._words.hear()
+            self._words.meet()
             self._obey(trainer)
 
     # ------------------------------------------------------------------------------------------- an error
@@ -139,8 +135,7 @@ class Signals(Callback):
         """Callbacks save on an error if all ranks come to it, for all save together; else they save nothing."""
         if isinstance(exception, SIGTERMException):  # all ranks end after the same batch
             return
-        self.failed_alone = not self._words.all_failed(FAILING_SECONDS)
-        if not self.failed_alone:
+        if self._words.all_failed(FAILING_TIME):
             return
         saving = [each for each in trainer.checkpoint_callbacks if getattr(each, "save_on_exception", True)]
         for callback in saving:
@@ -167,8 +162,7 @@ class End(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.say()
-        self._words.hear()
+        self._words.meet()
         for method in find_all(trainer.optimizers):
             method.finish()
 

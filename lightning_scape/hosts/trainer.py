@@ -163,7 +163,7 @@ class MethodStrategy(DDPStrategy):
             own, shared = plugin.scaler, sharded_scaler(plugin.scaler, self.root_device.type)
             replace(self._replaced, plugin, "scaler", shared)
             self._replaced.callback(lambda: own.load_state_dict(shared.state_dict()))
-        if self._common.method.clips:  # Lightning asks the plugin to clip, and never the strategy
+        if self._common.method.exchanges_every_step:  # Lightning asks the plugin, never the strategy
             replace(self._replaced, plugin, "clip_gradients", clip_gradients)
 
     @override
@@ -216,7 +216,7 @@ class MethodStrategy(DDPStrategy):
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not isinstance(exception, SIGTERMException)
         if self._interrupted:
-            leave_groups(self._signals is not None and self._signals.failed_alone)
+            leave_groups()
 
     @override
     def teardown(self) -> None:
@@ -246,7 +246,7 @@ class MethodStrategy(DDPStrategy):
 
     def _before_save(self) -> None:
         """Waits for all ranks to come to a save; raises on all of them if some do not. Collective."""
-        self._common.words.before_save()
+        self._common.words.meet(saving=True)
         self._make_alike()
 
     @override

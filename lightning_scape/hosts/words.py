@@ -10,9 +10,9 @@ each of them.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from lightning_scape.comm.collectives import ProcessGroup
 
-_POLL_SECONDS = 0.02
 _MOST_BATCHES = 32
 """From one word to the next, where it is long on its way."""
+_NO_TIMEOUT = timedelta(0)
+"""In torch's ``wait``: the group's own."""
 
 
 class Word(NamedTuple):
@@ -90,8 +91,8 @@ class Words:
         self._waits |= any(work is not None and not work.is_completed() for work in old)
         self.hear(len(self._under_way) - len(old))
 
-    def hear(self, keep: int = 0) -> None:
-        """Hears words until so many are under way.
+    def hear(self, keep: int = 0, timeout: timedelta = _NO_TIMEOUT) -> None:
+        """Hears words until so many are under way; waits at most so long for each.
 
         Raises:
             ValueError: some ranks have no more batches, and others have; on every rank.
@@ -100,7 +101,7 @@ class Words:
         while len(self._under_way) > keep:
             work, word, _ = self._under_way.popleft()
             if work is not None:
-                work.wait()
+                work.wait(timeout)
             heard = Word(*word.tolist())
             self.stop_heard |= heard.stop > 0
             self.save_heard |= heard.save > 0
@@ -108,10 +109,10 @@ class Words:
                 self._every = min(self._every + 1, _MOST_BATCHES)
             self._check(heard)
 
-    def before_save(self) -> None:
-        """Before messages of a save, which all ranks make together. Collective; it waits for the word."""
-        self.say(saving=True)
-        self.hear()
+    def meet(self, *, saving: bool = False, timeout: timedelta = _NO_TIMEOUT) -> None:
+        """Says a word and waits for it: then all ranks are here. Collective. ``saving``: before messages of a save."""
+        self.say(saving=saving)
+        self.hear(timeout=timeout)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -134,17 +135,13 @@ class Words:
             heard = Word(*word.tolist())
             self._check(heard._replace(last=0) if place == len(self._under_way) - 1 else heard)
 
-    def all_failed(self, seconds: float) -> bool:
+    def all_failed(self, timeout: timedelta) -> bool:
         """After an error of this rank, which others hear of: whether all meet one in time, after as many words."""
-        for _ in range(2):  # a rank that comes in vain once has gone, and its first word is still there
-            self.say(saving=True)
-            work, word, _ = self._under_way[-1]
-            deadline = time.monotonic() + seconds
-            while not (arrived := _has_arrived(work)) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-            if not arrived or Word(*word.tolist()).saving < self.ranks:
-                return False
-        return True
+        with contextlib.suppress(RuntimeError, ValueError):
+            for _ in range(2):  # a rank that comes in vain once has gone, and its first word is still there
+                self.meet(saving=True, timeout=timeout)
+            return True
+        return False
 
     def _check(self, heard: Word) -> None:
         if 0 < heard.saving < self.ranks:

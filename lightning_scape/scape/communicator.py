@@ -27,7 +27,7 @@ from typing_extensions import Self, override
 
 from lightning_scape import ops
 from lightning_scape.comm import collectives
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside, on_thread
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, Work, group_beside
 from lightning_scape.core.layout import Layout
 from lightning_scape.ops.naive.wire import packed_bytes
 from lightning_scape.scape.config import ScapeConfig
@@ -105,4 +105,4 @@ class ScapeCommunicator(Communicator):
         if full.is_cuda or self.mask_group is None:
             act()
             return Work(full, stream=self.side_stream(full.device))
-        return Work(full, on_thread(self.mask_group, act))
+        return Work(full, self.on_thread(act))

@@ -56,7 +56,7 @@ class ScapeConfig:
     local_group_size: int | Literal["node"] = 1
     """Ranks of a node that hold one replica of the model together, sharded by FSDP2 (``fully_shard``), which averages
     their gradients densely; SCAPE runs between the nodes. ``"node"`` takes all ranks of a node. 1: every rank holds
-    the whole model. A strategy shards the model; under plain torchrun call ``fully_shard`` yourself."""
+    the whole model. A strategy shards the model; for ``ScapeOptimizer`` itself the parameters say it."""
 
     reshard_after_forward: bool = True
     """With ``local_group_size`` above 1: True frees a block's gathered parameters after its forward pass and gathers

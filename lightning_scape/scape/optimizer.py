@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.core import local_shards
 from lightning_scape.core.method import Method, unwrapped
 from lightning_scape.core.parameters import HYPERPARAMETERS, Parameters
@@ -68,7 +68,7 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
     title = "SCAPE"
     config_class = ScapeConfig
     shown = ("density", "compression", "grad_norm")
-    exchanges_every_step = clips = True
+    exchanges_every_step = True
 
     def __init__(
         self,
@@ -102,9 +102,8 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
         comm, node = communicator, Communicator.alone()
         if comm is None:
             comm, node = local_shards.communicators(ScapeCommunicator, parameters.tensors, process_group)
-        problem = parameters.problem(groups) or local_shards.problem(
-            parameters.names, parameters.tensors, config.local_group_size, process_group
-        )
+        tensors = parameters.tensors
+        problem = parameters.problem(groups) or local_shards.problem(parameters.names, tensors, process_group)
         setup = {
             "lightning_scape's version": __version__,
             "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
@@ -290,11 +289,6 @@ class ScapeOptimizer(torch.optim.Optimizer, Method):
             f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
             f" {how_much},{after or ' from the first step on'}. Update: {update}."
         )
-
-    @property
-    @override
-    def dense_bytes(self) -> int:
-        return all_reduce_bytes(self.engine.parameters.local, self.communicator.world_size)
 
     # ------------------------------------------------------------------------------------- checkpoints
 

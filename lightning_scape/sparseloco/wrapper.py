@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.shards import State, collect, not_collected
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, all_reduce_bytes, group_beside
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, group_beside
 from lightning_scape.core import local_shards
 from lightning_scape.core.method import Method
 from lightning_scape.core.parameters import Parameters
@@ -135,7 +135,7 @@ class SparseLoCo(Method):
                 " Convert it before building the optimizer."
             )
         # The groups' options are the optimizer's own business. A node's size is what the parameters say.
-        return self.parameters.problem([]) or local_shards.problem(names, tensors, 1, process_group)
+        return self.parameters.problem([]) or local_shards.problem(names, tensors, process_group)
 
     @classmethod
     @override
@@ -259,11 +259,6 @@ class SparseLoCo(Method):
         where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
         how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
         return f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {how_much}."
-
-    @property
-    @override
-    def dense_bytes(self) -> int:
-        return all_reduce_bytes(self.parameters.local, self.communicator.world_size)
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
