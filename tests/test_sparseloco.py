@@ -358,6 +358,8 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
         SparseLoCo(optimizer)
     with pytest.raises(ValueError, match="float64"):
         SparseLoCo(torch.optim.SGD(model().double().parameters(), 0.1))
+    with pytest.raises(ValueError, match="must work on one rank, got a ZeroRedundancyOptimizer"):
+        SparseLoCo(type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(model().parameters(), 0.1))
     for other in (net.parameters(), net, None):
         with pytest.raises(TypeError, match=r"must wrap a torch.optim.Optimizer, got \w+. Build one"):
             SparseLoCo(other)  # type: ignore[arg-type]

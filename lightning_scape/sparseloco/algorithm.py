@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,9 +179,12 @@ class Algorithm:
                 theta.copy_(self._state.start.view(-1)[entries])
         progress.in_window, progress.written = 0, []
         progress.exchanges += 1
-        self._count_dropped(not math.isfinite(norm))
+        stats.skipped = not math.isfinite(norm)
+        progress.dropped_in_row = progress.dropped_in_row + 1 if stats.skipped else 0
+        if stats.skipped:
+            self._drop()
         stats.step, stats.exchange, stats.skipped_total = progress.steps, progress.exchanges, progress.dropped
-        stats.delta_norm, stats.skipped = norm, not math.isfinite(norm)
+        stats.delta_norm = norm
         stats.bytes_dense = all_reduce_bytes(self.parameters.local, comm.world_size)
         stats.bytes_sent, stats.message_seconds = comm.traffic.take()
         self.stats = stats
@@ -257,17 +260,14 @@ class Algorithm:
         senders.clamp_(min=1)
         return total / (senders if self.config.average == "senders" else senders.mul_(self.comm.world_size).sqrt_())
 
-    def _count_dropped(self, dropped: bool) -> None:
+    def _drop(self) -> None:
         """Warns of a dropped window, and forgets what is not finite in the optimizer: else later ones were spoilt, too.
 
         Raises:
             FloatingPointError: too many in a row.
         """
         progress = self.progress
-        progress.dropped_in_row = progress.dropped_in_row + 1 if dropped else 0
-        progress.dropped += dropped
-        if not dropped:
-            return
+        progress.dropped += 1
         if progress.dropped_in_row >= MOST_DROPPED:
             raise FloatingPointError(
                 "Parameters must be finite at the end of a window, got NaN or inf on at least one rank in"
@@ -291,18 +291,13 @@ class Algorithm:
         """Raises on every rank where parameters differ between replicas. Collective."""
         self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, self.parameters, ops.checksum))
 
-    def _parts(self, places: Sequence[int] | None = None) -> Iterator[tuple[int, slice, Tensor]]:
-        """The parameters in parts, for no temporary has their size: place, entries in the blocks (flat), and the part.
-
-        Args:
-            places: of some; None is all.
-        """
+    def _parts(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """The parameters in parts, so that temporaries are small: place, entries in the blocks (flat), and the part."""
         for piece in self.layout.pieces:
-            if places is None or piece.index in places:
-                first, flat = piece.row * self.layout.block_size, self.parameters.flat[piece.index]
-                for part in flat.split(chunk(flat)):
-                    yield piece.index, slice(first, first + len(part)), part
-                    first += len(part)
+            first, flat = piece.row * self.layout.block_size, self.parameters.flat[piece.index]
+            for part in flat.split(chunk(flat)):
+                yield piece.index, slice(first, first + len(part)), part
+                first += len(part)
 
     # ------------------------------------------------- what others write: loaded weights, a constraint, an average
 
@@ -325,10 +320,8 @@ class Algorithm:
             found = [place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]]
         else:
             self.parameters.flatten()
-            moved = torch.zeros(len(self.parameters.flat), dtype=torch.bool, device=self.parameters.device)
-            for place, entries, theta in self._parts():
-                moved[place] |= self._delta(entries, theta).any()
-            found = moved.nonzero().view(-1).tolist()
+            moved = [(place, self._delta(entries, theta).any()) for place, entries, theta in self._parts()]
+            found = [place for place, has_moved in moved if has_moved]
         progress.written = sorted({*progress.written, *found})
 
     def _start_from_what_was_written(self) -> None:
@@ -340,7 +333,7 @@ class Algorithm:
         flags = torch.zeros(len(self.parameters.flat), dtype=torch.uint8, device=self.parameters.device)
         flags[self.progress.written] = 1
         places = self.comm.all_gather_stacked(flags).amax(dim=0).nonzero().view(-1).tolist()
-        for _, entries, theta in self._parts(places):
+        for _, entries, theta in (part for part in self._parts() if part[0] in places):
             everyone = self.comm.all_gather(theta.float().unsqueeze(0)).wait()
             mean = everyone.double().mean(dim=0).float()  # of equal values exactly that value
             state.start.view(-1)[entries] = mean

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_scape.checkpoint.shards import (
     Chunk,
@@ -41,6 +41,8 @@ from lightning_scape.sparseloco.algorithm import Algorithm, LocoState
 from lightning_scape.sparseloco.config import OF_THE_MESH
 
 METHOD = "sparseloco"
+_APART = "a tensor, saved by its key"
+"""Stands for one in an optimizer's state."""
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -76,23 +78,18 @@ def _of_blocks(name: str, loco: Algorithm, blocks: Tensor) -> dict[str, Chunk]:
 
 
 def _taken_apart(optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An optimizer's state dict with its tensors apart: ``tensors`` names them, by parameter. Small ones stay."""
+    """An optimizer's state dict with its tensors apart. Those of one number stay."""
     saved = optimizer.state_dict()
-    state: dict[Any, Any] = {}
-    tensors: dict[Any, list[str]] = {}
-    chunks: dict[str, Any] = {}
+    state, chunks = dict[Any, Any](), dict[str, Any]()
     for index, entry in saved.pop("state").items():
-        if not isinstance(entry, Mapping):  # what an optimizer keeps beside the parameters' states, such as a count
-            state[index] = entry
-            continue
-        apart = [key for key, value in entry.items() if isinstance(value, Tensor) and value.dim()]
-        state[index], tensors[index] = {key: value for key, value in entry.items() if key not in apart}, apart
-        for key in apart:
-            value = entry[key]
-            chunks[f"{name}.{index}.{key}"] = Chunk(
-                local_shards.local(value), local_shards.first_row(value), len(value)
-            )
-    return {**with_plain_numbers(saved), "state": state, "tensors": tensors}, chunks
+        state[index] = entry  # an optimizer may keep others beside the parameters' own, such as a count
+        if isinstance(entry, Mapping):
+            apart = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.dim()}
+            state[index] = {**entry, **dict.fromkeys(apart, _APART)}
+            for key, value in apart.items():
+                rows = local_shards.local(value), local_shards.first_row(value), len(value)
+                chunks[f"{name}.{index}.{key}"] = Chunk(*rows)
+    return {**with_plain_numbers(saved), "state": state}, chunks
 
 
 def whole_state(saved: State) -> dict[str, Any]:
@@ -105,12 +102,12 @@ def whole_state(saved: State) -> dict[str, Any]:
 def _put_together(own: Mapping[str, Any], tensor: Callable[[Any, str], Any]) -> dict[str, Any]:
     """The reverse of :func:`_taken_apart`."""
     state = {
-        index: {**entry, **{name: tensor(index, name) for name in own["tensors"].get(index, ())}}
+        index: {name: tensor(index, name) if value == _APART else value for name, value in entry.items()}
         if isinstance(entry, Mapping)
         else entry
         for index, entry in own["state"].items()
     }
-    return {**{name: value for name, value in own.items() if name != "tensors"}, "state": state}
+    return {**own, "state": state}
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -192,15 +189,12 @@ def _places(optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], Any]:
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
     def place(index: Any, value: Any) -> Any:
-        parameter = parameters.get(index)
+        like = parameters.get(index)
         if not isinstance(value, Tensor):
             return value
-        if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        if isinstance(value, DTensor) or not isinstance(like, DTensor) or value.shape != like.shape:
             return value.clone()  # else a mapped file would outlive the load
-        rows, first = local_shards.local(parameter), local_shards.first_row(parameter)
-        here = value[first : first + len(rows)].to(rows.device, copy=True)
-        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-        return DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
 
     return place
 

@@ -109,15 +109,14 @@ class SparseLoCo(Method):
         self.progress = self.algorithm.progress
         self._consolidated: dict[str, Any] | None = None
         self._stepping = False
-        self._loading = False
         self._loaded: saved.Loaded | None = None
-        """What has been read, and is not yet taken up."""
+        """What a load by the optimizer itself has read, and not yet taken up."""
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
             # Before the user's hooks, which see an inner state, once.
             optimizer.register_load_state_dict_pre_hook(self._before_load, prepend=True),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._take_up(), prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._take_up(self._loaded), prepend=True),
         ]
         vars(optimizer)[_NAME] = self
 
@@ -134,6 +133,11 @@ class SparseLoCo(Method):
                 f"Parameters must be fp32, bf16 or fp16, got {wide[0]} in float64: the starting point is kept in fp32."
                 " Convert it before building the optimizer."
             )
+        if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(self.optimizer).__mro__}:
+            return (
+                f"An optimizer must work on one rank, got a {type(self.optimizer).__name__}, which hands parameters on"
+                " itself. Wrap AdamW, or another of torch's."
+            )
         # The groups' options are the optimizer's own business. A node's size is what the parameters say.
         return self.parameters.problem([]) or local_shards.problem(names, tensors, process_group)
 
@@ -147,13 +151,6 @@ class SparseLoCo(Method):
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> Self:
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if getattr(optimizer, "communicator", None) is not None or "ZeroRedundancyOptimizer" in kinds:
-            raise TypeError(
-                "SparseLoCo must wrap an optimizer that works on one rank, got a"
-                f" {type(optimizer).__name__}, which exchanges gradients itself. Use AdamW, or any other optimizer of"
-                " torch's."
-            )
         if (former := cls.of(optimizer)) is not None:  # of an earlier fit
             former.close()
         options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
@@ -313,12 +310,9 @@ class SparseLoCo(Method):
             ValueError: parameters differ in number, order or shape, or the inner optimizer is of another class. Nothing
                 has been changed then.
         """
-        self._loaded, self._loading = self._read(state_dict), True
-        try:
-            self.optimizer.load_state_dict(self._loaded.inner)
-            self._take_up()
-        finally:
-            self._loading = False
+        loaded = self._read(state_dict)
+        self.optimizer.load_state_dict(loaded.inner)
+        self._take_up(loaded)
 
     def _read(self, state_dict: Mapping[str, Any]) -> saved.Loaded:
         """Reads this rank's part of a state; changes nothing. Collective."""
@@ -330,19 +324,15 @@ class SparseLoCo(Method):
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """A load by the optimizer itself. Under Fabric rank 0 gets a whole state, and the others ``{}``."""
-        if self._loading:
-            return None
-        self._loaded = None
-        if state_dict and saved.METHOD not in state_dict:
-            return None
-        self._loaded = self._read(state_dict)
-        return self._loaded.inner
+        of_inner = bool(state_dict) and saved.METHOD not in state_dict
+        self._loaded = None if of_inner else self._read(state_dict)
+        return None if self._loaded is None else self._loaded.inner
 
     @torch.no_grad()
-    def _take_up(self) -> None:
+    def _take_up(self, loaded: saved.Loaded | None) -> None:
         """Takes up all but the inner optimizer's state, which is in its place by now: nothing can fail any more."""
-        loaded, self._loaded = self._loaded, None
         if loaded is not None:
+            self._loaded = None
             self._consolidated = None
             for flat, own in zip(self.parameters.flat, loaded.parameters, strict=False):
                 flat.copy_(own)
