@@ -449,7 +449,7 @@ def test_a_fit_resumed_at_an_epochs_end_draws_as_one_that_never_stopped(run_rank
 
 
 def another_order_and_nothing_else(rank: int, world_size: int, folder: str) -> None:
-    """The optimizer may be loaded before the model; a checkpoint may hold no optimizer, or two models."""
+    """The optimizer may be loaded before the model, both before a set-up; a checkpoint may hold no optimizer."""
     for name, plan in (("scape", FabricScapeStrategy), ("sparseloco", FabricSparseLoCoStrategy)):
         for kind in KINDS:
             fabric = L.Fabric(accelerator="cpu", devices=2, strategy=plan(state_dict_type=kind), plugins=[GivenRanks()])
@@ -472,6 +472,10 @@ def another_order_and_nothing_else(rank: int, world_size: int, folder: str) -> N
             # Another rank's only for what is not there: a starting point is rank 0's.
             own = {"meta.pt", f"rank-{rank}.pt", *(["rank-0.pt"] if name == "sparseloco" else [])}
             assert opened == (own if kind == "sharded" else {Path(path).name})
+            late = nn.Linear(WIDTH, 3)  # before a set-up
+            bare = torch.optim.AdamW(late.parameters())
+            fabric.load(path, {"model": late, "optimizer": bare})
+            assert all(state["exp_avg"].any() for state in bare.state.values())
             assert path not in Path("/proc/self/maps").read_text()  # of what was mapped, nothing is left
             assert state["step"] == 1
             assert torch.equal(weights(net), held)

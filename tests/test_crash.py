@@ -239,3 +239,14 @@ def test_the_newest_is_of_the_latest_step_and_what_is_incomplete_is_passed_over(
     job = Job("scape", "file")
     job.fabric.load(newest_checkpoint(tmp_path), job.state)
     assert job.state["step"] == 3
+
+
+def test_a_folder_has_the_names_that_a_save_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None would be a run that begins anew."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Job("scape", "file").train(Path("~/runs/c.ckpt"), until=1)
+    for name in ("~/runs", "runs", f"file://{tmp_path}/runs"):
+        assert newest_checkpoint(name) == tmp_path / "runs" / "c.ckpt"
+    with pytest.raises(ValueError, match="must be local, got 's3://runs'"):
+        newest_checkpoint("s3://runs")

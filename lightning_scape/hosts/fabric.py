@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint.saver import StateDictType, set_rng_state
+from lightning_scape.checkpoint.shards import State
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find, find_all
 from lightning_scape.hosts import two_level
@@ -264,7 +266,10 @@ class FabricMethodStrategy(DDPStrategy):
             if isinstance(value, Module):
                 self.load_module_state_dict(value, saved, strict=strict)
             elif isinstance(value, (Optimizer, Stateful)):
-                (find(value) or value).load_state_dict(saved)
+                method = find(value)
+                if method is None and isinstance(saved, State):  # before a set-up, which takes up a whole state
+                    saved = deepcopy(saved.as_file())
+                (method or value).load_state_dict(saved)
             else:
                 wanted[name] = saved
         if rng is not None and ours:
