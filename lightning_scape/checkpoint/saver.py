@@ -296,7 +296,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*", *, che
     """
     if (local := files.local_path(folder)) is None:
         raise ValueError(f"`folder` must be local, got {folder!r}. Give the load a checkpoint's own path.")
-    ranks = all_ranks()
+    ranks = Communicator(group_beside(None, "newest"))  # a save may go on beside
     found = ranks.raise_on_all_ranks(lambda: _newest(local, pattern, check) if ranks.rank == 0 else None)
     chosen: Path | None = ranks.all_gather_object(found)[0]
     return chosen
