@@ -90,7 +90,7 @@ class Signals(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.say()  # who was told in the last batch: the fit may end here
+        self._words.say(last=True)  # the fit may end here, for some or for all
         self._words.hear()
         self._obey(trainer, save=False)
 
@@ -167,7 +167,7 @@ class End(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.say()
+        self._words.say(last=True)
         self._words.hear()
         for method in find_all(trainer.optimizers):
             method.finish()

@@ -158,7 +158,7 @@ class Words:
                 f"All ranks must have as many training batches in an epoch, got {heard.last} of {self.ranks} ranks that"
                 " have no more, while others have. Leave it to Lightning to divide the data"
                 " (`use_distributed_sampler`), drop the surplus (`drop_last=True`, or `limit_train_batches` at the"
-                " smallest number), or repeat batches."
+                " smallest number), or repeat batches. Set `trainer.should_stop` on all ranks or on none."
             )
 
 
