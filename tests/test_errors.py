@@ -283,6 +283,21 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
         assert "as many training batches" in text
 
 
+def stop_alone(rank: int, world_size: int, method: str) -> None:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = rank == 1
+
+    make_trainer(strategy(method), callbacks=[Stop()]).fit(Regression())
+
+
+@pytest.mark.parametrize("method", ["scape", "sparseloco"])
+def test_a_rank_that_stops_alone_is_an_error(run_ranks: RunRanks, method: str) -> None:
+    ends = run_ranks(stop_alone, 2, method, expect_errors=True, timeout=SOON)
+    assert "as many training batches" in str(ends[1])
+    assert isinstance(ends[0], Exception)
+
+
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_ranks_that_end_together_train(run_ranks: RunRanks, method: str) -> None:
     assert run_ranks(fit_own, 2, "by hand", [5, 8], True, {"max_steps": 10}, timeout=SOON) == [10, 10]

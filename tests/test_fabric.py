@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,13 @@ def clip_and_tell_of_a_nan(rank: int, method: str, folder: str) -> None:
         before = weights(net)
         optimizer.step()  # left out on all ranks
         assert torch.equal(before, weights(net))
+        for step in (2, 3):  # who leaves it out by the error goes on with finite gradients
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, batch_of(rank, step)) * (1.0 if step == 3 else float("nan")))
+            with pytest.raises(RuntimeError, match="must be finite") if step == 2 else nullcontext():
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        assert not torch.equal(before, weights(net))
         return
     fabric.clip_gradients(model, optimizer, max_norm=1.0)  # of one rank alone it is no error: its window is dropped
     for step in (2, 3):

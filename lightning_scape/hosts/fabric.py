@@ -184,9 +184,9 @@ class FabricMethodStrategy(DDPStrategy):
     ) -> Tensor:
         """Clips the averaged gradient in the coming step (``p.grad`` stays), or this rank's own. Returns its norm.
 
-        The averaged gradient: with ``error_if_nonfinite`` a norm that is not finite is an error on every rank, on the
-        CPU at once, on CUDA in the next step or checkpoint, so that the host does not wait; this step is skipped. This
-        rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
+        The averaged gradient: with ``error_if_nonfinite`` a norm that is not finite is an error on every rank (on CUDA
+        the host waits for it, as under DDP). This rank's own: it raises nothing, for only this rank would raise. The
+        window is dropped on all ranks.
         """
         if not self._common.method.exchanges_every_step:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)

@@ -89,7 +89,7 @@ class Signals(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.meet()  # who was told in the last batch: the fit may end here
+        self._words.meet(last=True)  # the fit may end here, for some or for all
         self._obey(trainer, save=False)
 
     def _obey(self, trainer: Trainer, save: bool = True) -> None:
@@ -162,7 +162,7 @@ class End(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._words.meet()
+        self._words.meet(last=True)
         for method in find_all(trainer.optimizers):
             method.finish()
 

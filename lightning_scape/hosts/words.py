@@ -109,9 +109,9 @@ class Words:
                 self._every = min(self._every + 1, _MOST_BATCHES)
             self._check(heard)
 
-    def meet(self, *, saving: bool = False, timeout: timedelta = _NO_TIMEOUT) -> None:
-        """Says a word and waits for it: then all ranks are here. Collective. ``saving``: before messages of a save."""
-        self.say(saving=saving)
+    def meet(self, *, last: bool = False, saving: bool = False, timeout: timedelta = _NO_TIMEOUT) -> None:
+        """Says a word, as :meth:`say`, and waits for it: then all ranks are here. Collective."""
+        self.say(last=last, saving=saving)
         self.hear(timeout=timeout)
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class Words:
                 f"All ranks must have as many training batches in an epoch, got {heard.last} of {self.ranks} ranks that"
                 " have no more, while others have. Leave it to Lightning to divide the data"
                 " (`use_distributed_sampler`), drop the surplus (`drop_last=True`, or `limit_train_batches` at the"
-                " smallest number), or repeat batches."
+                " smallest number), or repeat batches. Set `trainer.should_stop` on all ranks or on none."
             )
 
 

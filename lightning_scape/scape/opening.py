@@ -208,13 +208,13 @@ class Opening:
         norm = answer.norm * before
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = ((max_norm / (norm + 1e-6)).clamp(max=1.0) * before).clamp(min=_TINY)
+        self._measured = list(self._at_hand())
+        self._used = True  # also by ranks without gradients: what follows is decided by the same norm
         if strict and not bool(torch.isfinite(norm)):
             raise RuntimeError(
                 f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
                 " `error_if_nonfinite=False` to let the optimizer skip such a step on all ranks."
             )
-        self._measured = list(self._at_hand())
-        self._used = True  # also by ranks without gradients: what follows is decided by the same norm
         return norm
 
     def _at_hand(self) -> Iterator[tuple[Tensor | None, int]]:
