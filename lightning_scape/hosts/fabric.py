@@ -165,7 +165,7 @@ class FabricMethodStrategy(DDPStrategy):
 
     def _living(self) -> list[Module | Optimizer]:
         """What all ranks still have, in the order of set-up: each frees what is dropped in its own time. Collective."""
-        mine = dict(self._set_up)
+        mine = dict(self._set_up.items())  # which holds each while it is read
         everywhere = set.intersection(*map(set, Communicator().all_gather_object([*mine])))
         return [mine[number] for number in sorted(everywhere)]
 
