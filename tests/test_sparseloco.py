@@ -327,6 +327,10 @@ def _differ(rank: int, world_size: int, what: str) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     loco = SparseLoCo(optimizer, sync_every=5 - rank if what == "options" else 2)
+    if what == "by hand":
+        net[0].weight.detach().add_(rank)
+        loco.sync()
+        return
     gradient(net, rank, 0)
     if what == "start":
         optimizer.step()
@@ -340,6 +344,7 @@ def _differ(rank: int, world_size: int, what: str) -> None:
     [
         ("options", ValueError, "sync_every=4"),
         ("start", RuntimeError, "All ranks must hold bitwise equal parameters"),
+        ("by hand", RuntimeError, "All ranks must hold bitwise equal parameters"),
     ],
 )
 def test_ranks_that_differ_are_told_on_every_rank(

@@ -210,12 +210,12 @@ class SparseLoCo(Method):
         mean does.
 
         Raises:
-            RuntimeError: ranks have taken different numbers of steps; on every rank.
+            RuntimeError: ranks have taken different numbers of steps, or differ without one (an optimizer may train by
+                another method than ``step``); on every rank.
         """
         self._consolidated = None
-        if self.algorithm.state is not None:
-            self.algorithm.look_for_writes()
-            self.algorithm.exchange()
+        self.algorithm.begin()
+        self.algorithm.exchange()
 
     finish = sync
 
