@@ -271,6 +271,7 @@ def fit_own(rank: int, world_size: int, method: str, batches: list[int], known: 
         ("scape", [6, 5], False, {"accumulate_grad_batches": 3}),  # as many steps, yet
         ("scape", [5, 4], False, {"limit_val_batches": 1}),
         ("sparseloco", [6, 5], True, {}),
+        ("sparseloco", [6, 5], True, {"max_epochs": 1}),
         ("sparseloco", [6, 5], False, {}),
         ("nodes", [6, 5, 6, 5], False, {}),
     ],

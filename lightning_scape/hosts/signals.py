@@ -7,7 +7,6 @@ the fit ends after this batch, callbacks save what they save on an exception; or
 
 from __future__ import annotations
 
-import math
 import warnings
 from contextlib import ExitStack
 from datetime import timedelta
@@ -171,7 +170,7 @@ def is_last_step(trainer: Trainer) -> bool:
     """Whether the run ends with the step under way, where that is known: a module may step when it likes by hand."""
     if not trainer.lightning_module.automatic_optimization:
         return False
-    last_epoch = trainer.num_training_batches < math.inf and trainer.current_epoch + 1 == trainer.max_epochs
+    last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     last_batch: bool = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     return trainer.global_step + 1 == trainer.max_steps or (last_epoch and last_batch)
 
