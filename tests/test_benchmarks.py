@@ -64,7 +64,7 @@ def test_a_row_replaces_that_of_its_name_and_takes_a_line(record: ModuleType, tm
 
 TO_BE_MADE_AGAIN = {
     "gpu.md", "runs-3M-2x1.md", "steps-pythia-14m-2x1.md",
-    *(f"quality-{suite}.md" for suite in ("0.2M", "10M", "3M", "digits", "largest")),
+    *(f"quality-{suite}.md" for suite in ("10M", "largest")),
 }  # fmt: skip
 """Tables with a row whose code had changes or is not known. A table leaves this set when it is made from one commit."""
 MADE_BY = re.compile(
