@@ -320,8 +320,10 @@ class Algorithm:
             found = [place for place, each in enumerate(zip(seen, self._seen, strict=True)) if each[0] != each[1]]
         else:
             self.parameters.flatten()
-            moved = [(place, self._delta(entries, theta).any()) for place, entries, theta in self._parts()]
-            found = [place for place, has_moved in moved if has_moved]
+            moved = torch.zeros(len(self.parameters.flat), dtype=torch.bool, device=self.parameters.device)
+            for place, entries, theta in self._parts():
+                moved[place] |= self._delta(entries, theta).any()
+            found = moved.nonzero().view(-1).tolist()  # the CPU waits once
         progress.written = sorted({*progress.written, *found})
 
     def _start_from_what_was_written(self) -> None:
