@@ -296,10 +296,6 @@ class Communicator:
         self.traffic.count("norm", 2 * sent.nbytes, self.world_size)
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
 
-    def on_thread(self, act: Callable[[], None]) -> Wait:
-        """Calls ``act``, which sends a mask, beside what follows."""
-        return self._beside.thread.submit(torch.no_grad()(act)).result
-
     def make_room(self, numbers: int) -> None:
         """Notes how many numbers this optimizer sums up at a time: all over the same ranks send as many."""
         self._beside.length = max(self._beside.length, numbers)

@@ -105,4 +105,4 @@ class ScapeCommunicator(Communicator):
         if full.is_cuda or self.mask_group is None:
             act()
             return Work(full, stream=self.side_stream(full.device))
-        return Work(full, self.on_thread(act))
+        return Work(full, self._beside.thread.submit(torch.no_grad()(act)).result)
