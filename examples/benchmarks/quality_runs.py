@@ -166,16 +166,10 @@ def sweep(
     return [Run(**{**setting, **more, "lr": lr, "seed": seed}) for setting, lr, seed in found]
 
 
-def drop_in(
-    lr: float,
-    others: Iterable[float] = (),
-    seeds: Iterable[int] = (0,),
-    sparsities: Iterable[float] = (0.9, 0.99),
-    **more: Any,
-) -> list[Run]:
+def drop_in(lr: float, others: Iterable[float] = (), seeds: Iterable[int] = (0,), **more: Any) -> list[Run]:
     """AdamW and SCAPE at one learning rate, seed by seed; on the first seed AdamW at other rates, to know its best."""
     first, *rest = seeds
-    methods = [ADAMW, *map(scape, sparsities)]
+    methods = [ADAMW, scape(0.9), scape(0.99)]
     runs = [*sweep(methods, [lr], [first], **more), *sweep([ADAMW], others, [first], **more)]
     return runs + [run for seed in rest for run in sweep(methods, [lr], [seed], **more)]
 
